@@ -1,0 +1,85 @@
+"""Build hook: compile the BPF programs for each architecture and generate the protobuf code.
+
+Run by hatchling for wheels and editable installs, or directly (``python bpf/build_hook.py``)
+to refresh the generated files in a working tree.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BPF = ROOT / "bpf"
+OBJECTS = ROOT / "expanse_ebpf" / "kernel" / "objects"
+WIRE = ROOT / "expanse_ebpf" / "wire"
+
+# The machine names as os.uname() gives them, and libbpf's names for the same.
+ARCHITECTURES = {"x86_64": "x86", "aarch64": "arm64"}
+
+
+class BuildError(Exception):
+    """A tool is missing or a source does not compile; the message names the remedy."""
+
+
+def compile_bpf() -> list[Path]:
+    """Compile every ``bpf/*.bpf.c`` for every architecture; returns the objects written."""
+    clang = shutil.which("clang")
+    if clang is None:
+        raise BuildError("clang is not installed: it compiles the BPF programs (Debian: apt-get install clang)")
+    OBJECTS.mkdir(exist_ok=True)
+    written = []
+    for source in sorted(BPF.glob("*.bpf.c")):
+        for machine, target in ARCHITECTURES.items():
+            output = OBJECTS / f"{source.name.removesuffix('.bpf.c')}.{machine}.bpf.o"
+            command = [
+                clang,
+                *("-target", "bpf", "-mcpu=v3", f"-D__TARGET_ARCH_{target}"),
+                *("-O2", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"),
+                # Paths inside the debug information must not depend on where the tree lies.
+                *(f"-ffile-prefix-map={ROOT}=.", f"-I{BPF / 'include'}"),
+                *("-c", str(source), "-o", str(output)),
+            ]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode != 0:
+                raise BuildError(f"{source.relative_to(ROOT)} does not compile for {machine}:\n{result.stderr}")
+            written.append(output)
+    return written
+
+
+def generate_wire() -> list[Path]:
+    """Generate the protobuf module and its type stub from ``collector.proto``."""
+    from grpc_tools import protoc
+
+    name = "expanse_ebpf/wire/collector.proto"
+    status = protoc.main(["protoc", f"-I{ROOT}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", name])
+    if status != 0:
+        raise BuildError(f"protoc failed with status {status} on {name}")
+    return [WIRE / "collector_pb2.py", WIRE / "collector_pb2.pyi"]
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script, where hatchling is not needed
+    pass
+else:
+
+    class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
+        """Generates what the wheel ships and the tree does not hold."""
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Called by hatchling before each wheel or editable build."""
+            if self.target_name == "wheel":
+                compile_bpf()
+                generate_wire()
+
+
+if __name__ == "__main__":
+    try:
+        for path in [*compile_bpf(), *generate_wire()]:
+            print(path.relative_to(ROOT))
+    except BuildError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,1 @@
+"""The controller: ingest, store, query."""

@@ -1,0 +1,215 @@
+"""The one configuration: TOML file, then EXPANSE_* environment variables, then flags.
+
+Every setting is a field of `Config` here, with its default and its meaning. In the file the settings
+stand in tables named as in `TABLES`; the environment variable of `[agent] interval_s` is
+`EXPANSE_AGENT_INTERVAL_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from expanse_ebpf.errors import ConfigError
+
+DEFAULT_FILE = Path("/etc/expanse-ebpf/config.toml")
+COUNTERS = ("cycles", "instructions", "cache_references", "cache_misses", "branch_misses")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """The node agent."""
+
+    interval_s: float = 1.0  # seconds between reports, 0.1 to 3600
+    socket: str = "/run/expanse-ebpf/agent.sock"  # the node's Unix socket
+    node_name: str = ""  # empty: NODE_NAME from the environment, else the host name
+    state_dir: str = "/var/lib/expanse-ebpf"  # holds the installation's id
+    metrics_listen: str = ""  # HOST:PORT for Prometheus; empty: none
+    max_jobs: int = 1000  # jobs past this number are added up as "overflow"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """Where reports go."""
+
+    address: str = ""  # HOST:PORT; empty: nothing is sent
+    max_unsent: int = 3600  # reports held in memory while it cannot be reached
+
+
+@dataclass(frozen=True, slots=True)
+class CpuConfig:
+    """CPU events per job."""
+
+    counters: tuple[str, ...] = COUNTERS  # hardware counters to open; empty: none
+    hierarchy: str = "auto"  # the cgroup hierarchy that tells jobs apart, e.g. "unified", "freezer"
+    mode: str = "auto"  # auto | hook | owned: charge by the scheduler hook or by CPUs that jobs own
+    # When the kernel measures the BPF programs' own run time, which itself costs a little on every
+    # run: sampled (one tick in `bpf_stats_every`) | always | off
+    bpf_stats: str = "sampled"
+    bpf_stats_every: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class SourcesConfig:
+    """Sources that can be switched on and off."""
+
+    cpu: bool = True
+    cgroup: bool = True
+    host: bool = True
+    network: bool = False  # by pyroute2, 24 MiB of memory
+    delays: bool = False  # by pyroute2; needs kernel.task_delayacct=1
+
+
+@dataclass(frozen=True, slots=True)
+class JobsConfig:
+    """What counts as a job."""
+
+    # systemd units that are jobs, and those of them that are not (shell patterns)
+    units: tuple[str, ...] = ("*.service", "*.scope")
+    units_exclude: tuple[str, ...] = (
+        "systemd-*",
+        "init.scope",
+        "session-*.scope",
+        "user@*",
+        "dbus*",
+        "getty@*",
+        "serial-getty@*",
+        "ssh*",
+        "slurm*",
+        "munge*",
+        "docker.service",
+        "containerd.service",
+        "crio.service",
+        "k3s*",
+        "kubelet.service",
+        "expanse-*",
+    )
+    pods_url: str = ""  # the kubelet's list of pods, e.g. http://127.0.0.1:10255/pods
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings."""
+
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+    sources: SourcesConfig = field(default_factory=SourcesConfig)
+    jobs: JobsConfig = field(default_factory=JobsConfig)
+
+
+TABLES = {f.name: typing.cast(type[Any], f.default_factory) for f in fields(Config)}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """A TOML value, or a string from the environment or a flag, as `kind`; raises ConfigError."""
+    origin = typing.get_origin(kind)
+    try:
+        if origin is tuple:
+            items = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+            if isinstance(items, bool) or not isinstance(items, list) or not all(isinstance(i, str) for i in items):
+                raise ValueError("a list of strings is wanted")
+            return tuple(items)
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            text = str(value).lower()
+            if text in _TRUE + _FALSE:
+                return text in _TRUE
+            raise ValueError("true or false is wanted")
+        if isinstance(value, (bool, list, dict, types.NoneType)):
+            raise ValueError(f"a {'number' if kind in (int, float) else 'string'} is wanted")
+        if kind is str and not isinstance(value, str):
+            raise ValueError("a string is wanted")
+        if kind is int and isinstance(value, float):
+            raise ValueError("a whole number is wanted")
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {value!r} is not valid: {error}") from None
+
+
+def _checked(config: Config) -> Config:
+    """`config` itself when its values make sense together; raises ConfigError."""
+    a, c = config.agent, config.cpu
+    if not 0.1 <= a.interval_s <= 3600:
+        raise ConfigError(f"agent.interval_s: {a.interval_s} is not between 0.1 and 3600 seconds")
+    if a.max_jobs < 1:
+        raise ConfigError(f"agent.max_jobs: {a.max_jobs} is less than 1")
+    if config.controller.max_unsent < 1:
+        raise ConfigError(f"controller.max_unsent: {config.controller.max_unsent} is less than 1")
+    unknown = sorted(set(c.counters) - set(COUNTERS))
+    if unknown:
+        raise ConfigError(f"cpu.counters: {', '.join(unknown)} is not one of {', '.join(COUNTERS)}")
+    for name, value, allowed in (
+        ("cpu.mode", c.mode, ("auto", "hook", "owned")),
+        ("cpu.bpf_stats", c.bpf_stats, ("sampled", "always", "off")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+    if c.bpf_stats_every < 2:
+        raise ConfigError(f"cpu.bpf_stats_every: {c.bpf_stats_every} is less than 2 (use bpf_stats = 'always')")
+    for name, address in (("agent.metrics_listen", a.metrics_listen), ("controller.address", config.controller.address)):
+        if address:
+            split_address(address, name)
+    return config
+
+
+def split_address(address: str, where: str) -> tuple[str, int]:
+    """HOST:PORT or [IPV6]:PORT as (host, port); raises ConfigError that begins with `where`."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{where}: {address!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def load(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration from the file, the environment and `overrides` ("agent.interval_s" to value).
+
+    `file` None means DEFAULT_FILE where it exists. Overrides that are None do not count. Raises
+    ConfigError for anything unknown, unreadable or out of range.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[tuple[str, str], tuple[str, Any]] = {}  # (table, field) to (where it was said, value)
+    path = file or DEFAULT_FILE
+    if file is not None or path.exists():
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give another file with --config") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        for table, content in document.items():
+            if table not in TABLES or not isinstance(content, dict):
+                raise ConfigError(f"{path}: [{table}] is not one of the tables {', '.join(TABLES)}")
+            for name, value in content.items():
+                values[table, name] = (f"{path}: {table}.{name}", value)
+    for table, kind in TABLES.items():
+        for f in fields(kind):
+            variable = f"EXPANSE_{table}_{f.name}".upper()
+            if variable in environment:
+                values[table, f.name] = (variable, environment[variable])
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            table, _, setting = name.partition(".")
+            values[table, setting] = (name, value)
+    tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+    for (table, name), (where, value) in values.items():
+        kinds = typing.get_type_hints(TABLES[table])
+        if name not in kinds:
+            raise ConfigError(f"{where}: no such setting; [{table}] has {', '.join(kinds)}")
+        tables[table][name] = _convert(value, kinds[name], where)
+    config = Config()
+    return _checked(
+        replace(config, **{table: replace(getattr(config, table), **content) for table, content in tables.items()})
+    )

@@ -1,0 +1,1 @@
+"""From cgroup paths and processes to job identity."""

@@ -1,0 +1,1 @@
+"""Bringing reports to the controller."""

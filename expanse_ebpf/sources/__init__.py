@@ -1,0 +1,55 @@
+"""Where samples come from: one module per source, found through one registry.
+
+A source that cannot start, or fails in a tick, is reported with its reason and never stops the others.
+Modules are imported only for sources that are switched on, since the agent pays for every import in
+memory on every node.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from expanse_ebpf.config import Config
+    from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.wire.collector_pb2 import JobSample, Report
+
+# In the order in which they are sampled. Each module has `create(config) -> Source`.
+REGISTRY = {
+    "cpu": "expanse_ebpf.sources.cpu",
+    "cgroup": "expanse_ebpf.sources.cgroup",
+    "host": "expanse_ebpf.sources.host",
+    "network": "expanse_ebpf.sources.network",
+    "delays": "expanse_ebpf.sources.delays",
+}
+
+
+class Source(Protocol):
+    """One source of samples."""
+
+    name: str
+    # Parts of the source that are missing and why; shown in SourceStatus.
+    unavailable: dict[str, str]
+
+    def start(self) -> None:
+        """Open what is needed; raises UnavailableError with the reason."""
+
+    def sample(self, now: float, jobs: Sequence[tuple[Job, JobSample]], report: Report) -> None:
+        """Fill in what the source knows at monotonic time `now` (seconds).
+
+        `jobs` pairs each live job with its sample in `report`. A figure that cannot be read stays
+        unset, with its reason in `JobSample.unavailable` or in `self.unavailable`.
+        """
+
+    def stop(self) -> None:
+        """Close everything; safe to call twice and after a failed start."""
+
+
+def create(names: Iterable[str], config: Config) -> list[Source]:
+    """The sources with these names, not started yet, in the registry's order."""
+    wanted = set(names)
+    return [
+        importlib.import_module(module).create(config) for name, module in REGISTRY.items() if name in wanted
+    ]

@@ -1,0 +1,1 @@
+"""The data model, in collector.proto, and what is generated from it."""
