@@ -6,6 +6,7 @@ to refresh the generated files in a working tree.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -29,9 +30,12 @@ def compile_bpf() -> list[Path]:
     """Compile every ``bpf/*.bpf.c`` for every architecture; returns the objects written."""
     clang = shutil.which("clang")
     if clang is None:
-        raise BuildError("clang is not installed: it compiles the BPF programs (Debian: apt-get install clang)")
+        raise BuildError(
+            "clang is not installed: it compiles the BPF programs (Debian: apt-get install clang)"
+        )
     OBJECTS.mkdir(exist_ok=True)
     written = []
+    half_written = OBJECTS / f".{os.getpid()}.tmp"
     for source in sorted(BPF.glob("*.bpf.c")):
         for machine, target in ARCHITECTURES.items():
             output = OBJECTS / f"{source.name.removesuffix('.bpf.c')}.{machine}.bpf.o"
@@ -39,15 +43,31 @@ def compile_bpf() -> list[Path]:
                 clang,
                 *("-target", "bpf", "-mcpu=v3", f"-D__TARGET_ARCH_{target}"),
                 *("-O2", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"),
+                *("-ferror-limit=5", "-fmacro-backtrace-limit=2"),
                 # Paths inside the debug information must not depend on where the tree lies.
                 *(f"-ffile-prefix-map={ROOT}=.", f"-I{BPF / 'include'}"),
-                *("-c", str(source), "-o", str(output)),
+                *("-c", str(source), "-o", str(half_written)),
             ]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode != 0:
-                raise BuildError(f"{source.relative_to(ROOT)} does not compile for {machine}:\n{result.stderr}")
+                half_written.unlink(missing_ok=True)
+                raise BuildError(
+                    f"{source.relative_to(ROOT)} does not compile for {machine}:\n{explain(result.stderr)}"
+                )
+            # In one step: an interrupted build leaves the old object, and so does one beside a running agent.
+            half_written.replace(output)
             written.append(output)
+    for stale in set(OBJECTS.glob("*.bpf.o")) - set(written):
+        stale.unlink()
     return written
+
+
+def explain(stderr: str) -> str:
+    """What clang said, with the remedy where a header of libbpf is missing."""
+    remedy = (
+        "(Debian: apt-get install libbpf-dev)" if "'bpf/" in stderr and "file not found" in stderr else ""
+    )
+    return f"{stderr.rstrip()}\n{remedy}".rstrip()
 
 
 def generate_wire() -> list[Path]:
@@ -72,9 +92,13 @@ else:
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             """Called by hatchling before each wheel or editable build."""
-            if self.target_name == "wheel":
+            if self.target_name != "wheel":
+                return
+            try:
                 compile_bpf()
                 generate_wire()
+            except BuildError as error:
+                self.app.abort(f"error: {error}")
 
 
 if __name__ == "__main__":

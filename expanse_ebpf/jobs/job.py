@@ -18,6 +18,8 @@ class Job:
     state: JobState = JOB_STATE_STARTING
     # User processes (thread group leaders); None: never counted.
     pids: frozenset[int] | None = None
+    # Its row of totals in the kernel; None: there is none.
+    slot: int | None = None
 
     @property
     def key(self) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from expanse_ebpf.config import Config
     from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.kernel.lifecycle import Lifecycle
     from expanse_ebpf.wire.collector_pb2 import JobSample, Report
 
-# In the order in which they are sampled. Each module has `create(config) -> Source`.
+# In the order in which they are sampled. Each module has `create(context) -> Source`.
 REGISTRY = {
     "cpu": "expanse_ebpf.sources.cpu",
     "cgroup": "expanse_ebpf.sources.cgroup",
@@ -24,6 +26,15 @@ REGISTRY = {
     "network": "expanse_ebpf.sources.network",
     "delays": "expanse_ebpf.sources.delays",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a source may need."""
+
+    config: Config
+    lifecycle: Lifecycle | None  # None: the BPF programs are not loaded
+    overflow: list[Job] = field(default_factory=list)  # jobs past `agent.max_jobs` in this tick
 
 
 class Source(Protocol):
@@ -47,9 +58,9 @@ class Source(Protocol):
         """Close everything; safe to call twice and after a failed start."""
 
 
-def create(names: Iterable[str], config: Config) -> list[Source]:
+def create(names: Iterable[str], context: Context) -> list[Source]:
     """The sources with these names, not started yet, in the registry's order."""
     wanted = set(names)
     return [
-        importlib.import_module(module).create(config) for name, module in REGISTRY.items() if name in wanted
+        importlib.import_module(module).create(context) for name, module in REGISTRY.items() if name in wanted
     ]

@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * CPU events per job, charged when a CPU crosses from one job to another.
+ *
+ * A switch within a job, or to the idle task, reads no counter: what the CPU counts until the next
+ * crossing is still that job's. Most events are not counted here at all but taken from what the
+ * scheduler counts per CPU and per task anyway.
+ */
+#include "job_slots.h"
+
+/* What is known of one CPU. Only that CPU writes its row, with interrupts off or from one. */
+struct cpu_state {
+	u64 cgroup;	 /* of the task that ran last, idle aside */
+	u32 slot;	 /* to which everything since the last charge belongs */
+	u32 started;	 /* the baselines below are set */
+	u64 rq;		 /* address of the CPU's run queue */
+	u64 idle_since;	 /* run-queue task clock when it went idle; 0: not idle */
+	u64 idle_ns;	 /* idle since the last charge */
+	u64 wait_ns;	 /* waited on run queues by the tasks that ran since the last charge */
+	u64 page_faults; /* of tasks that ran since the last charge, up to their last switch */
+	u64 task_faults; /* of the task that runs, when that sum was made */
+	u64 clock;	 /* run-queue task clock at the last charge */
+	u64 switches;	 /* away from tasks since boot, at the last charge */
+	u64 nr_switches; /* all switches since boot, at the last charge */
+	u64 read_errors; /* hardware counters that could not be read */
+	u32 pending;	 /* written by `scan`: there is something to charge */
+	u32 unused[7];
+	struct bpf_perf_event_value counters[COUNTERS]; /* at the last charge */
+};
+_Static_assert(sizeof(struct cpu_state) == 248, "user space reads rows of this size");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, MAX_CPUS);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, u32);
+	__type(value, struct cpu_state);
+} cpus SEC(".maps");
+
+/* Counter i of CPU c stands at i * config.cpus + c. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERF_EVENT_ARRAY);
+	__uint(max_entries, COUNTERS *MAX_CPUS);
+	__type(key, u32);
+	__type(value, u32);
+} events SEC(".maps");
+
+/*
+ * How long a task had waited on run queues when it last left a CPU. A queued task that is pulled to
+ * another CPU has its wait so far booked at the moment of the pull, unseen from here; the difference
+ * against this table finds it again. Two pids that share a row lose that part and nothing else.
+ */
+#define DELAY_ROWS 65536
+struct run_delay {
+	u32 pid;
+	u32 unused;
+	u64 total;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, DELAY_ROWS);
+	__type(key, u32);
+	__type(value, struct run_delay);
+} delays SEC(".maps");
+
+/* What a run queue says at one moment. */
+struct reading {
+	u64 clock;
+	u64 nr_switches;
+	u64 switches; /* away from tasks: all but the idle task's own */
+};
+
+static __always_inline void add(u64 *total, u64 amount)
+{
+	/* No negative amounts: counters may restart when a CPU was offline. */
+	if ((s64)amount > 0)
+		__sync_fetch_and_add(total, amount);
+}
+
+static __always_inline void charge_counter(struct cpu_state *state, struct totals *slot, u32 cpu, u32 i)
+{
+	struct bpf_perf_event_value now, *last = &state->counters[i];
+
+	if (!(config.counters & (1 << i)))
+		return;
+	if (bpf_perf_event_read_value(&events, i * config.cpus + cpu, &now, sizeof(now))) {
+		state->read_errors++;
+		return;
+	}
+	if (state->started) {
+		add(&slot->counters[i].value, now.counter - last->counter);
+		add(&slot->counters[i].enabled, now.enabled - last->enabled);
+		add(&slot->counters[i].running, now.running - last->running);
+	}
+	*last = now;
+}
+
+/*
+ * Book everything since the last charge to the slot that the CPU was on. Without the switch hook
+ * nobody tells idle time, waits and faults apart, so they are left out.
+ */
+static __always_inline void charge(struct cpu_state *state, const struct reading *now, u32 cpu, bool hooked)
+{
+	u32 number = state->slot;
+	struct totals *slot = bpf_map_lookup_elem(&totals, &number);
+
+	if (!slot)
+		return;
+	if (state->started) {
+		add(&slot->switches, now->switches - state->switches);
+		if (hooked) {
+			add(&slot->run_ns, now->clock - state->clock - state->idle_ns);
+			add(&slot->wait_ns, state->wait_ns);
+			add(&slot->page_faults, state->page_faults);
+		}
+	}
+	charge_counter(state, slot, cpu, 0);
+	charge_counter(state, slot, cpu, 1);
+	charge_counter(state, slot, cpu, 2);
+	charge_counter(state, slot, cpu, 3);
+	charge_counter(state, slot, cpu, 4);
+	state->clock = now->clock;
+	state->switches = now->switches;
+	state->nr_switches = now->nr_switches;
+	state->idle_ns = 0;
+	state->wait_ns = 0;
+	state->page_faults = 0;
+	state->started = 1;
+}
+
+/* The CPU turns to another cgroup. Out of the way, so that the common path stays short. */
+static __noinline int cross(struct cpu_state *state, const struct rq *rq, u32 cpu, u64 cgroup)
+{
+	const struct task_struct *idle = rq->idle;
+	struct reading now = {
+		.clock = rq->clock_task,
+		.nr_switches = rq->nr_switches,
+		.switches = rq->nr_switches - idle->nvcsw - idle->nivcsw,
+	};
+	u32 slot = slot_of(cgroup);
+
+	state->cgroup = cgroup;
+	if (slot == state->slot && state->started)
+		return 0;
+	charge(state, &now, cpu, true);
+	state->slot = slot;
+	return 0;
+}
+
+static __always_inline struct run_delay *delay_row(u32 pid)
+{
+	u32 row = pid % DELAY_ROWS;
+
+	return bpf_map_lookup_elem(&delays, &row);
+}
+
+SEC("tp_btf/sched_switch")
+int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_struct *next)
+{
+	u32 cpu = bpf_get_smp_processor_id();
+	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
+	/* The kernel's per-CPU symbols cannot be found on every build; a task leads there on all. */
+	const struct rq *rq = prev->se.cfs_rq->rq;
+	struct run_delay *row;
+	u32 pid;
+	u64 cgroup, delay, queued;
+
+	if (!state)
+		return 0;
+	pid = prev->pid;
+	if (pid) {
+		/* `started` aside, so that a first task's whole past is not booked. */
+		if (state->started)
+			state->page_faults += prev->min_flt + prev->maj_flt - state->task_faults;
+		row = delay_row(pid);
+		if (row) {
+			row->pid = pid;
+			row->total = prev->sched_info.run_delay;
+		}
+	} else if (state->idle_since) {
+		state->idle_ns += rq->clock_task - state->idle_since;
+		state->idle_since = 0;
+	}
+	pid = next->pid;
+	if (!pid) {
+		state->idle_since = rq->clock_task;
+		return 0;
+	}
+	state->task_faults = next->min_flt + next->maj_flt;
+	cgroup = cgroup_of(next);
+	if (cgroup != state->cgroup)
+		cross(state, rq, cpu, cgroup);
+
+	/* The scheduler books the wait of `next` right after this tracepoint, by the same clock. */
+	queued = next->sched_info.last_queued;
+	delay = queued ? rq->clock - queued : 0;
+	row = delay_row(pid);
+	if (row && row->pid == pid && next->sched_info.run_delay > row->total)
+		delay += next->sched_info.run_delay - row->total;
+	if ((s64)delay > 0)
+		state->wait_ns += delay;
+	return 0;
+}
+
+SEC("tp_btf/sched_migrate_task")
+int BPF_PROG(on_migrate, struct task_struct *task, int to)
+{
+	u32 slot = slot_of(cgroup_of(task));
+	struct totals *row = bpf_map_lookup_elem(&totals, &slot);
+
+	if (row)
+		__sync_fetch_and_add(&row->migrations, 1);
+	return 0;
+}
+
+/*
+ * Run by user space once a tick, anywhere: which CPUs have something to charge? A CPU that was idle
+ * all the time has not, and is left asleep.
+ */
+SEC("raw_tp")
+int scan(void *unused)
+{
+	struct cpu_state *state;
+	struct rq *rq;
+	u32 cpu;
+
+	for (cpu = 0; cpu < MAX_CPUS && cpu < config.cpus; cpu++) {
+		u32 key = cpu;
+
+		state = bpf_map_lookup_elem(&cpus, &key);
+		if (!state)
+			continue;
+		rq = (struct rq *)state->rq;
+		state->pending = !state->started || BPF_CORE_READ(rq, nr_switches) != state->nr_switches ||
+				 BPF_CORE_READ(rq, curr, pid) != 0;
+	}
+	return 0;
+}
+
+static __always_inline struct rq *rq_here(struct task_struct *current)
+{
+	return BPF_CORE_READ(current, se.cfs_rq, rq);
+}
+
+static __always_inline void read_rq(struct rq *rq, struct reading *now)
+{
+	now->clock = BPF_CORE_READ(rq, clock_task);
+	now->nr_switches = BPF_CORE_READ(rq, nr_switches);
+	now->switches = now->nr_switches - BPF_CORE_READ(rq, idle, nvcsw) - BPF_CORE_READ(rq, idle, nivcsw);
+}
+
+static __always_inline u64 faults_of(struct task_struct *task)
+{
+	return BPF_CORE_READ(task, min_flt) + BPF_CORE_READ(task, maj_flt);
+}
+
+/*
+ * Run by user space on a CPU that `scan` named (in an interrupt there, so no switch can happen in
+ * between): charge it now, and look again to which slot it belongs. The cgroup of a task can change
+ * while it runs, and so can the slot of a cgroup.
+ */
+SEC("raw_tp")
+int flush(void *unused)
+{
+	u32 cpu = bpf_get_smp_processor_id();
+	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
+	struct task_struct *current = (struct task_struct *)bpf_get_current_task();
+	struct rq *rq = rq_here(current);
+	struct reading now;
+	u64 faults;
+
+	if (!state)
+		return 0;
+	read_rq(rq, &now);
+	state->rq = (u64)rq;
+	if (BPF_CORE_READ(current, pid) == 0) {
+		if (state->idle_since)
+			state->idle_ns += now.clock - state->idle_since;
+		state->idle_since = now.clock;
+	} else {
+		faults = faults_of(current);
+		if (state->started)
+			state->page_faults += faults - state->task_faults;
+		state->task_faults = faults;
+	}
+	charge(state, &now, cpu, true);
+	if (BPF_CORE_READ(current, pid) != 0)
+		state->cgroup = cgroup_of_address(current);
+	state->slot = slot_of(state->cgroup);
+	return 0;
+}
+
+/* As `flush`, for the CPUs that jobs own: charged by owner, whatever runs there, with no hook. */
+SEC("raw_tp")
+int flush_owned(void *unused)
+{
+	u32 cpu = bpf_get_smp_processor_id();
+	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
+	struct rq *rq = rq_here((struct task_struct *)bpf_get_current_task());
+	struct reading now;
+
+	if (!state)
+		return 0;
+	read_rq(rq, &now);
+	state->rq = (u64)rq;
+	charge(state, &now, cpu, false);
+	return 0;
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

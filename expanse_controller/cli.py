@@ -1,0 +1,106 @@
+"""The expanse-controller command."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import click
+
+from expanse_controller.errors import ControllerError
+from expanse_ebpf.wire.transport import DEFAULT_PORT
+
+PR_SET_PDEATHSIG = 1
+DEFAULT_DB = Path("/var/lib/expanse-controller/reports.db")
+
+
+class _Address(click.ParamType):
+    name = "HOST:PORT"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int]:
+        if isinstance(value, tuple):
+            return value
+        host, _, port = str(value).rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            self.fail(f"{value!r} is not HOST:PORT")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@click.group()
+@click.version_option(package_name="expanse-ebpf")
+def main() -> None:
+    """Collect the reports of every node, keep them, and answer questions about them."""
+
+
+@main.command()
+@click.option(
+    "--listen",
+    type=_Address(),
+    default=f"127.0.0.1:{DEFAULT_PORT}",
+    show_default=True,
+    help="Where nodes and questions come in; port 0 takes any free one.",
+)
+@click.option(
+    "--db", type=click.Path(path_type=Path), default=DEFAULT_DB, show_default=True, help="The store."
+)
+@click.option("--metrics-listen", type=_Address(), help="Where Prometheus may scrape; not set: nowhere.")
+@click.option(
+    "--keep-days",
+    type=click.FloatRange(min=0.001),
+    default=7.0,
+    show_default=True,
+    help="How long samples are kept.",
+)
+@click.option(
+    "--announce",
+    type=click.IntRange(min=0),
+    metavar="FD",
+    help="Write one line of JSON with the addresses to this descriptor once they are taken.",
+)
+@click.option("--parent-death", is_flag=True, help="End when the process that started this one ends.")
+def serve(
+    listen: tuple[str, int],
+    db: Path,
+    metrics_listen: tuple[str, int] | None,
+    keep_days: float,
+    announce: int | None,
+    parent_death: bool,
+) -> None:
+    """Take in reports until SIGTERM or SIGINT."""
+    if parent_death:
+        # Told by the kernel when the thread that started this process ends. If it is gone already,
+        # nobody reads what is announced, and that ends the controller too.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    logging.basicConfig(format="expanse-controller: %(message)s", level=logging.INFO)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import asyncio
+
+    from expanse_controller import server
+
+    def listening(at: server.Listening) -> None:
+        if announce is not None:
+            line = json.dumps({"listen": at.listen, "metrics": at.metrics, "pid": os.getpid()})
+            try:
+                with open(announce, "w", encoding="ascii") as stream:
+                    stream.write(line + "\n")
+            except OSError as error:
+                raise ControllerError(f"--announce {announce}: {error.strerror}; nobody reads it") from None
+        metrics = f", metrics on {at.metrics}" if at.metrics else ""
+        click.echo(f"expanse-controller: listening on {at.listen}{metrics}, store {db}")
+
+    try:
+        try:
+            db.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ControllerError(
+                f"{db.parent} cannot be made: {error.strerror}; give another file with --db"
+            ) from None
+        asyncio.run(server.serve(db, listen, metrics_listen, keep_days * 86400, listening))
+    except ControllerError as error:
+        raise click.ClickException(str(error)) from None

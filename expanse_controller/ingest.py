@@ -1,0 +1,207 @@
+"""Taking reports from the nodes' streams into the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from expanse_controller.limits import drop_absurd_jobs, node_fault, report_fault
+from expanse_controller.store import OUT_OF_ORDER, STORED, Item, Store
+from expanse_ebpf.wire.collector_pb2 import Acknowledgement, Downstream, NodeIdentity, Upstream
+
+# Reports that come within this time are committed together. It is a part of the age of the newest
+# sample in the store, and what a report waits for its acknowledgement.
+BATCH_S = 0.1
+BATCH_REPORTS = 500
+# Streams wait once so many reports are not stored yet.
+MAX_WAITING = 2000
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the controller counts of itself."""
+
+    stored: int = 0
+    replayed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    jobs_refused: int = 0
+    streams: int = 0
+    commits: int = 0
+    commit_s: float = 0.0
+    store_errors: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One node's stream, as the committer sees it."""
+
+    node: NodeIdentity
+    handled: int = 0  # highest sequence that is stored or refused for good
+    waiting: int = 0  # reports taken and not committed
+    failure: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Ingest:
+    """The Collector service. `writer` is the one thread that writes to `store`.
+
+    `on_stored` is called in the event loop with the nodes that have new reports, after each commit.
+    """
+
+    def __init__(
+        self, store: Store, writer: Executor, on_stored: Callable[[set[tuple[str, str]]], None]
+    ) -> None:
+        self.figures = Figures()
+        self._store = store
+        self._writer = writer
+        self._on_stored = on_stored
+        self._batch: list[tuple[_Stream, Item]] = []
+        self._arrived = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._full = asyncio.Event()
+        self._stopping = False
+
+    # ---- the streams
+
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """One node's stream; ends when the node hangs up or the store fails."""
+        node = await self._greeted(requests, context)
+        await context.send_initial_metadata(())
+        stream = _Stream(node)
+        self.figures.streams += 1
+        reading = asyncio.create_task(self._read(requests, stream))
+        reading.add_done_callback(lambda _: stream.changed.set())
+        sent = 0
+        try:
+            while True:
+                await stream.changed.wait()
+                stream.changed.clear()
+                if stream.handled > sent:
+                    sent = stream.handled
+                    reply = Downstream(acknowledgement=Acknowledgement(sequence=sent))
+                    await context.write(reply.SerializeToString())
+                if stream.failure:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
+                if reading.done() and not stream.waiting and stream.handled <= sent:
+                    return
+        finally:
+            self.figures.streams -= 1
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await reading
+
+    async def _greeted(self, requests: AsyncIterator[bytes], context: Any) -> NodeIdentity:
+        """Who the node says it is; ends the call when it does not say so first."""
+        fault = "the first message must be a Hello"
+        async for raw in requests:
+            with contextlib.suppress(DecodeError):
+                message = Upstream.FromString(raw)
+                if message.HasField("hello"):
+                    node = NodeIdentity()
+                    node.CopyFrom(message.hello.node)
+                    fault = node_fault(node)
+                    if not fault:
+                        return node
+            break
+        self.figures.refused["hello"] += 1
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+        raise AssertionError("abort() does not return")
+
+    async def _read(self, requests: AsyncIterator[bytes], stream: _Stream) -> None:
+        async for raw in requests:
+            received_ns = time.time_ns()
+            try:
+                message = Upstream.FromString(raw)
+            except DecodeError:
+                self.figures.refused["malformed"] += 1
+                continue
+            if not message.HasField("report"):
+                self.figures.refused["no report"] += 1
+                continue
+            report = message.report
+            fault = report_fault(report, stream.node)
+            if fault:
+                self.figures.refused[fault] += 1
+                if fault != "sequence" and not stream.waiting:
+                    # Without an acknowledgement the node would send it again for ever.
+                    stream.handled = max(stream.handled, report.sequence)
+                    stream.changed.set()
+                continue
+            self.figures.jobs_refused += drop_absurd_jobs(report)
+            report.node.CopyFrom(stream.node)
+            stream.waiting += 1
+            self._batch.append((stream, Item(stream.node, report, received_ns)))
+            self._arrived.set()
+            if len(self._batch) >= BATCH_REPORTS:
+                self._full.set()
+            while len(self._batch) >= MAX_WAITING and not stream.failure:
+                self._drained.clear()
+                await self._drained.wait()
+
+    # ---- the store
+
+    async def commit(self) -> None:
+        """Commit batches until `stop`, what has come by then included."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if not self._stopping:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._full.wait(), BATCH_S)
+            self._full.clear()
+            while self._batch:
+                batch, self._batch = self._batch[:BATCH_REPORTS], self._batch[BATCH_REPORTS:]
+                await self._commit(loop, batch)
+                self._drained.set()
+            if self._stopping:
+                return
+
+    def stop(self) -> None:
+        """Make `commit` return once everything that has come is stored."""
+        self._stopping = True
+        self._full.set()
+        self._arrived.set()
+
+    async def _commit(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[_Stream, Item]]) -> None:
+        begin = time.monotonic()
+        try:
+            outcomes = await loop.run_in_executor(
+                self._writer, self._store.write, [item for _, item in batch]
+            )
+        except sqlite3.Error as error:
+            self.figures.store_errors += 1
+            _log.error("%s cannot be written: %s; reports stay with the nodes", self._store.path, error)
+            for stream, _ in batch:
+                stream.waiting -= 1
+                stream.failure = f"its store cannot be written: {error}"
+                stream.changed.set()
+            return
+        self.figures.commits += 1
+        self.figures.commit_s += time.monotonic() - begin
+        nodes = set()
+        for (stream, item), outcome in zip(batch, outcomes, strict=True):
+            if outcome == STORED:
+                self.figures.stored += 1
+                nodes.add((item.node.name, item.node.install_id))
+            elif outcome == OUT_OF_ORDER:
+                self.figures.refused["out of order"] += 1
+            else:
+                self.figures.replayed += 1
+            stream.waiting -= 1
+            stream.handled = max(stream.handled, item.report.sequence)
+            stream.changed.set()
+        self._on_stored(nodes)

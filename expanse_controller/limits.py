@@ -1,0 +1,60 @@
+"""What the controller takes from a node, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+from expanse_ebpf.wire.collector_pb2 import JobIdentity, NodeIdentity, Report
+
+MAX_SEQUENCE = 2**63 - 1
+MAX_JOBS = 10_000
+MAX_NAME = 512
+MAX_TEXT = 1024
+MAX_ENTRIES = 256  # labels, containers, GPUs
+MAX_IDENTITY_BYTES = 64 * 1024
+_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_SCHEDULER = re.compile(r"[a-z]{1,32}")
+
+
+def node_fault(node: NodeIdentity) -> str:
+    """Why `node` is not fit for an identity; empty when it is."""
+    if not 0 < len(node.name) <= 253 or not node.name.isprintable():
+        return "the node's name is empty, too long or not printable"
+    if not _ID.fullmatch(node.install_id):
+        return "the installation's id is not valid"
+    if not _ID.fullmatch(node.boot_id):
+        return "the boot's id is not valid"
+    return ""
+
+
+def report_fault(report: Report, node: NodeIdentity) -> str:
+    """Why `report` cannot have come from an agent on `node`, in one word; empty when it can."""
+    if not 0 < report.sequence <= MAX_SEQUENCE:
+        return "sequence"
+    if report.time_ns <= 0:
+        return "time"
+    if len(report.jobs) > MAX_JOBS:
+        return "jobs"
+    if report.HasField("node") and report.node != node:
+        return "node"
+    return ""
+
+
+def drop_absurd_jobs(report: Report) -> int:
+    """Take the jobs whose identity cannot be stored out of `report`; how many there were."""
+    absurd = [i for i, sample in enumerate(report.jobs) if not _is_valid_job(sample.identity)]
+    for i in reversed(absurd):
+        del report.jobs[i]
+    return len(absurd)
+
+
+def _is_valid_job(job: JobIdentity) -> bool:
+    return (
+        _SCHEDULER.fullmatch(job.scheduler) is not None
+        and 0 < len(job.id) <= MAX_NAME
+        and "\0" not in job.id
+        and max(len(job.name), len(job.user), len(job.account), len(job.partition), len(job.array))
+        <= MAX_TEXT
+        and max(len(job.labels), len(job.containers), len(job.gpus)) <= MAX_ENTRIES
+        and job.ByteSize() <= MAX_IDENTITY_BYTES
+    )

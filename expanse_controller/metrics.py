@@ -1,0 +1,140 @@
+"""Prometheus text: the controller's own figures, and the newest sample of each job on each node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from expanse_controller.errors import ControllerError
+from expanse_controller.ingest import Figures
+from expanse_controller.presence import age_s, conflicts, is_silent
+from expanse_controller.store import Boot, Store
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from expanse_ebpf.wire.collector_pb2 import Report
+
+    Families = Callable[[Report], Iterable[Metric]]
+
+
+class ControllerCollector(Collector):
+    """What a scrape of the controller shows. `families` turns a report into metrics."""
+
+    def __init__(self, store: Store, figures: Figures, families: Families) -> None:
+        self._store = store
+        self._figures = figures
+        self._families = families
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the names depend on what the nodes report."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, each name once."""
+        now = time.time_ns()
+        boots = [boot for boot in self._store.nodes() if boot.newest]
+        shared = conflicts(boots, now)
+        yield from _own(self._figures, self._store.bytes())
+        yield from _about_nodes(boots, shared, now)
+        yield from self._of_nodes(boots, shared, now)
+
+    def _of_nodes(self, boots: list[Boot], shared: set[str], now: int) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for boot in boots:
+            newest = boot.newest
+            if newest is None or is_silent(newest, now):
+                continue
+            labels = {"node": boot.identity.name}
+            if boot.identity.name in shared:
+                labels["install_id"] = boot.identity.install_id
+            for family in self._families(newest.current):
+                samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
+                if family.name in merged:
+                    merged[family.name].samples += samples
+                else:
+                    family.samples = samples
+                    merged[family.name] = family
+        yield from merged.values()
+
+
+def _own(figures: Figures, store_bytes: int) -> Iterator[Metric]:
+    yield CounterMetricFamily("expanse_controller_reports_stored", "Reports stored.", value=figures.stored)
+    yield CounterMetricFamily(
+        "expanse_controller_reports_replayed",
+        "Reports that came again after they had been stored.",
+        value=figures.replayed,
+    )
+    refused = CounterMetricFamily(
+        "expanse_controller_reports_refused", "Messages that were not stored, by reason.", labels=["reason"]
+    )
+    for reason, count in sorted(figures.refused.copy().items()):
+        refused.add_metric([reason], count)
+    yield refused
+    yield CounterMetricFamily(
+        "expanse_controller_jobs_refused",
+        "Job samples left out of reports because their identity is absurd.",
+        value=figures.jobs_refused,
+    )
+    yield GaugeMetricFamily(
+        "expanse_controller_streams", "Streams from nodes now open.", value=figures.streams
+    )
+    yield CounterMetricFamily(
+        "expanse_controller_commits",
+        "Transactions that brought reports into the store.",
+        value=figures.commits,
+    )
+    yield CounterMetricFamily(
+        "expanse_controller_commit_seconds", "Time spent in those transactions.", value=figures.commit_s
+    )
+    yield CounterMetricFamily(
+        "expanse_controller_store_errors", "Transactions that failed.", value=figures.store_errors
+    )
+    yield GaugeMetricFamily(
+        "expanse_controller_store_bytes", "Size of the store and its log.", value=store_bytes
+    )
+
+
+def _about_nodes(boots: list[Boot], shared: set[str], now: int) -> Iterator[Metric]:
+    names = ["node", "install_id"]
+    age = GaugeMetricFamily(
+        "expanse_node_last_report_age_seconds", "Time since the node's newest report came.", labels=names
+    )
+    skew = GaugeMetricFamily(
+        "expanse_node_clock_skew_seconds",
+        "The node's clock minus the controller's when its newest report came, the way it took included.",
+        labels=names,
+    )
+    conflict = GaugeMetricFamily(
+        "expanse_node_identity_conflict",
+        "1 when another installation reports under the same name.",
+        labels=names,
+    )
+    for boot in boots:
+        if boot.newest is None:
+            continue
+        labels = [boot.identity.name, boot.identity.install_id]
+        age.add_metric(labels, age_s(boot.newest, now))
+        skew.add_metric(labels, (boot.newest.current.time_ns - boot.newest.received_ns) / 1e9)
+        conflict.add_metric(labels, float(boot.identity.name in shared))
+    yield from (age, skew, conflict)
+
+
+def serve(store: Store, figures: Figures, host: str, port: int) -> tuple[Any, int]:
+    """Answer scrapes on HOST:PORT in a thread; the server and its port. Raises ControllerError."""
+    from expanse_ebpf.export.prometheus import families
+
+    registry = CollectorRegistry()
+    registry.register(ControllerCollector(store, figures, families))
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ControllerError(
+            f"metrics cannot be served on {host}:{port}: {error.strerror}; give another --metrics-listen"
+        ) from None
+    return server, server.server_port

@@ -1,0 +1,162 @@
+"""Answers about nodes and jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from expanse_controller.columns import COLUMNS
+from expanse_controller.presence import LISTED_S, age_s, is_silent
+from expanse_controller.reader import Reader
+from expanse_controller.store import Boot, Store
+from expanse_ebpf.wire.collector_pb2 import (
+    JOB_STATE_ENDED,
+    JobsReply,
+    JobsRequest,
+    NodeSnapshot,
+    SeriesReply,
+    SeriesRequest,
+    SnapshotReply,
+    SnapshotRequest,
+)
+
+_M = TypeVar("_M", bound=Message)
+
+
+class Query:
+    """The Query service. `thread` is the one thread that `reader` belongs to."""
+
+    def __init__(self, store: Store, reader: Reader, thread: Executor) -> None:
+        self._store = store
+        self._reader = reader
+        self._thread = thread
+        self._watchers: set[_Watcher] = set()
+        self._ended = False
+
+    async def snapshot(self, raw: bytes, context: Any) -> bytes:
+        """The last two reports of the nodes that reported within a day, or of the one that is named."""
+        request = await _parsed(SnapshotRequest, raw, context)
+        reply = SnapshotReply(nodes=[_snapshot(boot) for boot in self._nodes(request.node)])
+        return reply.SerializeToString()
+
+    async def watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """As `snapshot`, then each new report; a slow watcher gets the newest of each node only."""
+        request = await _parsed(SnapshotRequest, raw, context)
+        watcher = _Watcher(request.node)
+        self._watchers.add(watcher)
+        try:
+            for boot in self._nodes(request.node):
+                yield _snapshot(boot).SerializeToString()
+            while not self._ended:
+                await watcher.changed.wait()
+                watcher.changed.clear()
+                fresh, watcher.fresh = watcher.fresh, set()
+                for boot in self._store.nodes():
+                    if (boot.identity.name, boot.identity.install_id) in fresh:
+                        yield _snapshot(boot).SerializeToString()
+        finally:
+            self._watchers.discard(watcher)
+
+    async def jobs(self, raw: bytes, context: Any) -> bytes:
+        """Jobs, those seen last first."""
+        request = await _parsed(JobsRequest, raw, context)
+        key = await _key(request.key, context) if request.key else None
+        only = None
+        if request.live_only:
+            now = time.time_ns()
+            only = [
+                job.id
+                for boot in self._store.nodes()
+                if boot.newest and not is_silent(boot.newest, now)
+                for job in list(boot.jobs.values())
+                if job.state != JOB_STATE_ENDED and job.last_ns == boot.time_ns
+            ]
+        jobs = await self._read(self._reader.jobs, key, request.limit, self._store.live_jobs(), only)
+        return JobsReply(jobs=jobs).SerializeToString()
+
+    async def series(self, raw: bytes, context: Any) -> bytes:
+        """One run of a job over time: counters as they are stored, cumulative, and gauges."""
+        request = await _parsed(SeriesRequest, raw, context)
+        key = await _key(request.key, context)
+        unknown = sorted(set(request.fields) - set(COLUMNS))
+        if unknown:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"no such field: {', '.join(unknown)[:200]!r}; there are {', '.join(COLUMNS)}",
+            )
+        found = await self._read(
+            self._reader.series,
+            key,
+            request.run,
+            request.node,
+            request.from_ns,
+            request.to_ns,
+            tuple(dict.fromkeys(request.fields)) or COLUMNS,
+            self._store.live_jobs(),
+        )
+        if found is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no job {request.key[:200]!r} is stored")
+        job, points = found
+        return SeriesReply(job=job, points=points).SerializeToString()
+
+    def stored(self, nodes: set[tuple[str, str]]) -> None:
+        """Tell the watchers that these nodes (name, installation) have new reports."""
+        for watcher in self._watchers:
+            fresh = {node for node in nodes if watcher.node in ("", *node)}
+            if fresh:
+                watcher.fresh |= fresh
+                watcher.changed.set()
+
+    def end(self) -> None:
+        """Let the watchers' streams end."""
+        self._ended = True
+        for watcher in self._watchers:
+            watcher.changed.set()
+
+    def _nodes(self, node: str) -> list[Boot]:
+        now = time.time_ns()
+        return [
+            boot
+            for boot in sorted(self._store.nodes(), key=lambda b: (b.identity.name, b.identity.install_id))
+            if (node in (boot.identity.name, boot.identity.install_id))
+            or (not node and boot.newest and age_s(boot.newest, now) <= LISTED_S)
+        ]
+
+    async def _read(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+class _Watcher:
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.fresh: set[tuple[str, str]] = set()
+        self.changed = asyncio.Event()
+
+
+def _snapshot(boot: Boot) -> NodeSnapshot:
+    newest = boot.newest
+    assert newest is not None
+    return NodeSnapshot(previous=newest.previous, current=newest.current, received_ns=newest.received_ns)
+
+
+async def _parsed(kind: type[_M], raw: bytes, context: Any) -> _M:
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {kind.__name__}")
+        raise
+
+
+async def _key(text: str, context: Any) -> tuple[str, str]:
+    scheduler, slash, name = text.partition("/")
+    if not (scheduler and slash and name):
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, f"{text[:200]!r} is not a job's key, such as slurm/123"
+        )
+    return scheduler, name

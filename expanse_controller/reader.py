@@ -1,0 +1,109 @@
+"""Questions to the store's file, answered beside the writer."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from expanse_controller import schema
+from expanse_controller.columns import COLUMNS
+from expanse_controller.store import signed
+from expanse_ebpf.wire.collector_pb2 import JobIdentity, Point, StoredJob
+
+# Keeps an answer below gRPC's 4 MiB: longer series are thinned out evenly. Most values are counters,
+# so thinning loses resolution and no quantity.
+MAX_VALUES = 80_000
+MAX_JOBS = 5000
+
+_JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
+    FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
+_BY_KEY = "jobs.scheduler = ? AND (job_id = ? OR (array = ? AND array != '')) "
+
+Live = Mapping[int, tuple[int, int]]  # last time and state of jobs that the writer has not settled
+
+
+class Reader:
+    """A connection of its own to the file at `path`; belongs to one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = schema.open_reader(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def jobs(
+        self, key: tuple[str, str] | None, limit: int, live: Live, only: Sequence[int] | None
+    ) -> list[StoredJob]:
+        """Jobs, those seen last first: all runs of `key` (scheduler, id) or all; of rows `only` if given."""
+        limit = min(limit or MAX_JOBS, MAX_JOBS)
+        if only is not None:
+            found = [
+                row for job in only[:MAX_JOBS] for row in self._db.execute(_JOB + "WHERE jobs.id = ?", (job,))
+            ]
+            jobs = [_stored(row, live) for row in found]
+            if key:
+                jobs = [
+                    j
+                    for j in jobs
+                    if j.identity.scheduler == key[0] and key[1] in (j.identity.id, j.identity.array)
+                ]
+        elif key:
+            rows = self._db.execute(
+                _JOB + f"WHERE {_BY_KEY} ORDER BY last_ns DESC LIMIT ?", (*key, key[1], limit)
+            )
+            jobs = [_stored(row, live) for row in rows]
+        else:
+            rows = self._db.execute(_JOB + "ORDER BY last_ns DESC LIMIT ?", (limit,))
+            jobs = [_stored(row, live) for row in rows]
+        return sorted(jobs, key=lambda job: job.last_ns, reverse=True)[:limit]
+
+    def series(
+        self,
+        key: tuple[str, str],
+        run: int,
+        node: str,
+        from_ns: int,
+        to_ns: int,
+        fields: Sequence[str],
+        live: Live,
+    ) -> tuple[StoredJob, list[Point]] | None:
+        """A job's samples between two times (ns; `to_ns` 0: to the end), None when there is no such job.
+
+        `run` 0 is the newest run, `node` "" any node. `fields` are names of COLUMNS.
+        """
+        rows = self._db.execute(
+            _JOB + f"WHERE {_BY_KEY} AND (? = 0 OR run = ?) AND (? = '' OR nodes.name = ?) "
+            "ORDER BY first_ns DESC LIMIT 1",
+            (*key, key[1], signed(run), signed(run), node, node),
+        )
+        row = rows.fetchone()
+        if row is None:
+            return None
+        job = _stored(row, live)
+        unknown = set(fields) - set(COLUMNS)
+        if unknown:
+            raise ValueError(f"not a column: {unknown}")
+        begin = max(from_ns, job.first_ns)
+        end = min(to_ns or job.last_ns, job.last_ns)
+        where, bounds = "boot = ? AND time_ns BETWEEN ? AND ? AND job = ?", (row[1], begin, end, row[0])
+        (count,) = self._db.execute(f"SELECT count(*) FROM samples WHERE {where}", bounds).fetchone()
+        step = max(1, -(-count * (len(fields) + 1) // MAX_VALUES))
+        points = []
+        for i, (time_ns, *values) in enumerate(
+            self._db.execute(f"SELECT time_ns, {', '.join(fields)} FROM samples WHERE {where}", bounds)
+        ):
+            # The last point is always among those that stay.
+            if (count - 1 - i) % step == 0:
+                known = {name: value for name, value in zip(fields, values, strict=True) if value is not None}
+                points.append(Point(time_ns=time_ns, values=known))
+        return job, points
+
+
+def _stored(row: sqlite3.Row | tuple[int, int, bytes, str, int, int, int], live: Live) -> StoredJob:
+    job, _, identity, node, first_ns, last_ns, state = row
+    last_ns, state = live.get(job, (last_ns, state))
+    return StoredJob(
+        identity=JobIdentity.FromString(identity), node=node, first_ns=first_ns, last_ns=last_ns, state=state
+    )

@@ -1,0 +1,340 @@
+"""The store: every report once, in SQLite.
+
+All methods but `nodes` and `live_jobs` belong to one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from expanse_controller import schema
+from expanse_controller.columns import COLUMNS, Value, values
+from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JobIdentity, JobSample, NodeIdentity, Report
+
+STORED, REPLAYED, OUT_OF_ORDER = "stored", "replayed", "out of order"
+EXPIRE_ROWS = 2000
+# The end of a job's known time goes to the file at this interval, as long as its state is the same.
+SETTLE_S = 60.0
+FORGET_BOOT_S = 3600.0
+
+_INSERT = (
+    f"INSERT OR IGNORE INTO samples (boot, time_ns, job, {', '.join(COLUMNS)}) "
+    f"VALUES (?, ?, ?{', ?' * len(COLUMNS)})"
+)
+
+
+class Item(NamedTuple):
+    """A report as it came."""
+
+    node: NodeIdentity
+    report: Report
+    received_ns: int  # wall clock
+
+
+@dataclass(slots=True)
+class LiveJob:
+    """A job that the newest reports of its node told of."""
+
+    id: int
+    identity: JobIdentity
+    state: int
+    last_ns: int
+
+
+class Newest(NamedTuple):
+    """The last two reports of a node."""
+
+    previous: Report | None
+    current: Report
+    received_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Boot:
+    """One boot of a node, the unit within which sequence numbers rise."""
+
+    id: int
+    identity: NodeIdentity
+    sequence: int = 0
+    time_ns: int = 0
+    received_ns: int = 0
+    newest: Newest | None = None
+    jobs: dict[tuple[str, int | str], LiveJob] = field(default_factory=dict)
+
+
+class Store:
+    """The file at `path`, opened for this process alone. Raises ControllerError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = schema.lock(path)
+        try:
+            self._db = schema.open_writer(path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._boots: dict[tuple[str, str, str], Boot] = {}
+        self._recover()
+
+    def close(self) -> None:
+        """Write what is held back and close the file."""
+        try:
+            self.settle()
+        except sqlite3.Error:
+            pass  # every report is in the file already; only ends of jobs' known times are not
+        finally:
+            self._db.close()
+            os.close(self._lock)
+
+    # ---- for every thread
+
+    def nodes(self) -> list[Boot]:
+        """The newest boot of each node that has reported."""
+        newest: dict[tuple[str, str], Boot] = {}
+        for (name, install_id, _), boot in list(self._boots.items()):
+            other = newest.get((name, install_id))
+            if boot.newest is not None and (other is None or other.received_ns < boot.received_ns):
+                newest[name, install_id] = boot
+        return list(newest.values())
+
+    def live_jobs(self) -> dict[int, tuple[int, int]]:
+        """Time of the last sample (ns) and state of the jobs that are not settled yet, by row."""
+        return {
+            job.id: (job.last_ns, job.state)
+            for boot in list(self._boots.values())
+            for job in list(boot.jobs.values())
+        }
+
+    def bytes(self) -> int:
+        """Size of the file and its log."""
+        size = 0
+        for name in (self.path, Path(f"{self.path}-wal")):
+            try:
+                size += name.stat().st_size
+            except OSError:
+                continue
+        return size
+
+    # ---- writing
+
+    def write(self, items: Sequence[Item]) -> list[str]:
+        """Store the reports in one transaction; what became of each: STORED, REPLAYED or OUT_OF_ORDER.
+
+        Raises sqlite3.Error, and has then stored none of them.
+        """
+        outcomes: list[str] = []
+        fresh: dict[Boot, list[Item]] = {}
+        rows: list[tuple[Value, ...]] = []
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for item in items:
+                boot = self._boot(item.node)
+                outcome = self._outcome(boot, item.report)
+                outcomes.append(outcome)
+                if outcome == STORED:
+                    boot.sequence, boot.time_ns = item.report.sequence, item.report.time_ns
+                    fresh.setdefault(boot, []).append(item)
+                    rows += self._rows(boot, item.report)
+            self._db.executemany(_INSERT, rows)
+            for boot, taken in fresh.items():
+                boot.received_ns = taken[-1].received_ns
+                self._db.execute(
+                    "UPDATE boots SET sequence = ?, time_ns = ?, received_ns = ?, report = ? WHERE id = ?",
+                    (
+                        boot.sequence,
+                        boot.time_ns,
+                        boot.received_ns,
+                        taken[-1].report.SerializeToString(),
+                        boot.id,
+                    ),
+                )
+            self._db.execute("COMMIT")
+        except BaseException:
+            # What is held in memory is ahead of the file now; it is read again when it is needed.
+            self._roll_back()
+            raise
+        for boot, taken in fresh.items():
+            before = boot.newest.current if boot.newest else None
+            previous = taken[-2].report if len(taken) > 1 else before
+            boot.newest = Newest(previous, taken[-1].report, taken[-1].received_ns)
+        return outcomes
+
+    @staticmethod
+    def _outcome(boot: Boot, report: Report) -> str:
+        if report.sequence > boot.sequence:
+            return STORED
+        # A replay is never newer than what is stored. This one is: its numbers began too low.
+        return OUT_OF_ORDER if report.time_ns > boot.time_ns else REPLAYED
+
+    def _rows(self, boot: Boot, report: Report) -> Iterable[tuple[Value, ...]]:
+        for sample in report.jobs:
+            job = self._job(boot, sample, report.time_ns)
+            yield (boot.id, report.time_ns, job.id, *values(sample))
+
+    def _boot(self, node: NodeIdentity) -> Boot:
+        key = (node.name, node.install_id, node.boot_id)
+        boot = self._boots.get(key)
+        if boot is None:
+            db = self._db
+            db.execute("INSERT OR IGNORE INTO nodes (name, install_id) VALUES (?, ?)", key[:2])
+            (node_row,) = db.execute(
+                "SELECT id FROM nodes WHERE name = ? AND install_id = ?", key[:2]
+            ).fetchone()
+            db.execute("INSERT OR IGNORE INTO boots VALUES (NULL, ?, ?, 0, 0, 0, NULL)", (node_row, key[2]))
+            row = db.execute(
+                "SELECT id, sequence, time_ns, received_ns, report FROM boots WHERE node = ? AND boot_id = ?",
+                (node_row, key[2]),
+            ).fetchone()
+            boot = self._boots[key] = _loaded(node, *row)
+        return boot
+
+    def _job(self, boot: Boot, sample: JobSample, time_ns: int) -> LiveJob:
+        identity = sample.identity
+        key = (identity.scheduler, identity.run or identity.id)
+        job = boot.jobs.get(key) or self._find_job(boot, identity)
+        if job is None:
+            kept = JobIdentity()
+            kept.CopyFrom(identity)
+            row = self._db.execute(
+                "INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    boot.id,
+                    identity.scheduler,
+                    identity.id,
+                    signed(identity.run),
+                    identity.array,
+                    identity.SerializeToString(),
+                    sample.state,
+                    time_ns,
+                    time_ns,
+                ),
+            ).lastrowid
+            job = LiveJob(row or 0, kept, sample.state, time_ns)
+        elif job.state != sample.state or job.identity != identity:
+            # A pod is known by its uid until its name is: the run is the same, so the job is.
+            job.identity.CopyFrom(identity)
+            job.state = sample.state
+            self._db.execute(
+                "UPDATE jobs SET job_id = ?, array = ?, identity = ?, state = ?, last_ns = ? WHERE id = ?",
+                (
+                    identity.id,
+                    identity.array,
+                    identity.SerializeToString(),
+                    sample.state,
+                    max(time_ns, job.last_ns),
+                    job.id,
+                ),
+            )
+        job.last_ns = max(time_ns, job.last_ns)
+        boot.jobs[key] = job
+        return job
+
+    def _find_job(self, boot: Boot, identity: JobIdentity) -> LiveJob | None:
+        row = self._db.execute(
+            "SELECT id, identity, state, last_ns FROM jobs WHERE boot = ? AND scheduler = ? AND run = ? "
+            "AND (run != 0 OR job_id = ?)",
+            (boot.id, identity.scheduler, signed(identity.run), identity.id),
+        ).fetchone()
+        return row and LiveJob(row[0], JobIdentity.FromString(row[1]), row[2], row[3])
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        kept = {key: boot for key, boot in self._boots.items() if boot.newest is not None}
+        for boot in kept.values():
+            row = self._db.execute(
+                "SELECT sequence, time_ns, received_ns FROM boots WHERE id = ?", (boot.id,)
+            ).fetchone()
+            if row:
+                boot.sequence, boot.time_ns, boot.received_ns = row
+            boot.jobs = {}
+        self._boots = kept
+
+    # ---- upkeep
+
+    def settle(self) -> None:
+        """Write the jobs' last times to the file and forget jobs that are in no newest report."""
+        live_keys: dict[Boot, set[tuple[str, int | str]]] = {}
+        ends: list[tuple[int, int]] = []
+        for boot in self._boots.values():
+            current = boot.newest.current.jobs if boot.newest else ()
+            live_keys[boot] = {(s.identity.scheduler, s.identity.run or s.identity.id) for s in current}
+            ends += [(job.last_ns, job.id) for job in boot.jobs.values()]
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.executemany("UPDATE jobs SET last_ns = ? WHERE id = ?", ends)
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        for boot, live in live_keys.items():
+            boot.jobs = {key: job for key, job in boot.jobs.items() if key in live}
+        horizon = time.time_ns() - int(FORGET_BOOT_S * 1e9)
+        newest = set(map(id, self.nodes()))
+        self._boots = {
+            key: boot for key, boot in self._boots.items() if id(boot) in newest or boot.received_ns > horizon
+        }
+
+    def expire(self, keep_s: float, now_ns: int) -> bool:
+        """Delete one batch of what is older than `keep_s` seconds; whether there may be more.
+
+        Age is told by the node's own clock, so that a node whose clock is wrong keeps as much as others.
+        """
+        db, keep_ns, more = self._db, int(keep_s * 1e9), False
+        boots = db.execute("SELECT id, time_ns, received_ns FROM boots").fetchall()
+        for boot, time_ns, received_ns in boots:
+            cutoff = time_ns - keep_ns + (now_ns - received_ns)
+            batch = db.execute(
+                "SELECT time_ns FROM samples WHERE boot = ? AND time_ns < ? ORDER BY time_ns LIMIT 1 OFFSET ?",
+                (boot, cutoff, EXPIRE_ROWS - 1),
+            ).fetchone()
+            if batch:
+                more, cutoff = True, batch[0] + 1
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                db.execute("DELETE FROM samples WHERE boot = ? AND time_ns < ?", (boot, cutoff))
+                db.execute("DELETE FROM jobs WHERE boot = ? AND last_ns < ?", (boot, cutoff))
+                if received_ns < now_ns - keep_ns and not batch:
+                    db.execute("DELETE FROM boots WHERE id = ?", (boot,))
+                    db.execute("DELETE FROM nodes WHERE id NOT IN (SELECT node FROM boots)")
+                    self._boots = {key: b for key, b in self._boots.items() if b.id != boot}
+                db.execute("COMMIT")
+            except BaseException:
+                self._roll_back()
+                raise
+        return more
+
+    def _recover(self) -> None:
+        """Take up each node's newest boot, and what a killed controller had not settled."""
+        # A job that was alive had been settled at most an interval before; older ones are complete.
+        self._db.execute(
+            """UPDATE jobs SET last_ns = coalesce(
+                (SELECT max(time_ns) FROM samples
+                 WHERE boot = jobs.boot AND time_ns > jobs.last_ns AND job = jobs.id), last_ns)
+            WHERE state != ? AND last_ns > (SELECT time_ns - ? FROM boots WHERE id = jobs.boot)""",
+            (JOB_STATE_ENDED, int(3 * SETTLE_S * 1e9)),
+        )
+        for name, install_id, boot_id, *row in self._db.execute(
+            """SELECT name, install_id, boot_id, boots.id, sequence, time_ns, max(received_ns), report
+            FROM boots JOIN nodes ON nodes.id = boots.node GROUP BY node"""
+        ):
+            node = NodeIdentity(name=name, install_id=install_id, boot_id=boot_id)
+            self._boots[name, install_id, boot_id] = _loaded(node, *row)
+
+
+def _loaded(
+    node: NodeIdentity, row: int, sequence: int, time_ns: int, received_ns: int, blob: bytes | None
+) -> Boot:
+    newest = Newest(None, Report.FromString(blob), received_ns) if blob is not None else None
+    return Boot(row, node, sequence, time_ns, received_ns, newest)
+
+
+def signed(run: int) -> int:
+    """A 64-bit number without a sign as SQLite stores it."""
+    return run - 2**64 if run >= 2**63 else run

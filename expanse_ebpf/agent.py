@@ -1,0 +1,330 @@
+"""The agent's tick loop: once per interval, jobs, sources, one report, and out with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import expanse_ebpf
+from expanse_ebpf import own_cost, sources
+from expanse_ebpf.errors import ExpanseError, UnavailableError
+from expanse_ebpf.jobs import hierarchies
+from expanse_ebpf.jobs.identity import IdentityReader
+from expanse_ebpf.jobs.paths import UnitFilter
+from expanse_ebpf.jobs.table import JobTable
+from expanse_ebpf.kernel import lifecycle as kernel
+from expanse_ebpf.node_socket import NodeSocket
+from expanse_ebpf.ship.identity import node_identity
+from expanse_ebpf.ship.sequence import first_sequence
+from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, ProcessesReply, Report, RunReply
+
+if TYPE_CHECKING:
+    from expanse_ebpf.config import Config
+    from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.ship.client import ControllerStream
+
+_log = logging.getLogger(__name__)
+_RETRY_TICKS = 60  # how often a source that could not start is tried again
+
+
+class Agent:
+    """One node's agent. start(), run() until a signal, stop()."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.newest: Report | None = None
+        self._node = node_identity(config.agent)
+        self._sequence = first_sequence()
+        self._selector = selectors.DefaultSelector()
+        self._stopping = False
+        self._wake: tuple[int, int] | None = None
+        self._lifecycle: kernel.Lifecycle | None = None
+        self._context = sources.Context(config, None)
+        self._sources: list[sources.Source] = []
+        self._down: dict[str, str] = {}  # sources that are not up, and why
+        self._sample_ns: dict[str, int] = {}
+        self._last_tick: float | None = None
+        self._tick_ns = 0
+        self._missed = 0
+        self._events_lost = 0
+        self._own = own_cost.OwnCost()
+        units = UnitFilter.of(config.jobs)
+        pods = None
+        if config.jobs.pods_url:
+            from expanse_ebpf.jobs.kubernetes import PodNames
+
+            pods = PodNames(config.jobs.pods_url)
+        self._hierarchies = hierarchies.mounted()
+        self._names = hierarchies.numbers()  # the kernel's number of a hierarchy to its name
+        self._table = JobTable(self._hierarchies, IdentityReader(pods=pods, units=units), units)
+        self._adoptions: object | None = None
+        self._socket = NodeSocket(
+            config.agent.socket,
+            self._selector,
+            agent_uid=os.geteuid(),
+            on_processes=self._processes,
+            on_run=self._run_for_user,
+        )
+        self._stream: ControllerStream | None = None
+
+    # ---- start and stop ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open everything; what this node cannot do is reported and left out.
+
+        Raises ExpanseError only where nothing could be seen at all, or another agent runs.
+        """
+        self._socket.open()
+        self._begin(self.config.cpu.hierarchy)
+        if self.config.agent.metrics_listen:
+            from expanse_ebpf.export import prometheus
+
+            port = prometheus.serve(self.config.agent.metrics_listen, prometheus.ReportCollector(lambda: self.newest))
+            _log.info("metrics on port %d", port)
+        if self.config.controller.address:
+            from expanse_ebpf.ship.client import ControllerStream
+
+            self._stream = ControllerStream(
+                self.config.controller.address, self._node, self.config.controller.max_unsent
+            )
+            self._stream.start()
+
+    def _begin(self, hierarchy: str) -> None:
+        """Load the BPF programs for `hierarchy` ("auto": by looking) and start the sources."""
+        telling = self._table.survey() if hierarchy == "auto" else hierarchy
+        if telling not in {h.name for h in self._hierarchies}:
+            names = ", ".join(h.name for h in self._hierarchies)
+            raise UnavailableError(f"cpu.hierarchy: {telling!r} is not mounted here; there are {names}")
+        carried = {}
+        if self._lifecycle is not None:  # a change of hierarchy: what was counted goes along
+            slots = self._lifecycle.slots
+            carried = {job.identity.cgroup: slots.total(job.slot) for job in self._table if job.slot is not None}
+        self._end_sources()
+        try:
+            self._lifecycle = kernel.Lifecycle(telling, self._number(telling), self._event)
+            self._selector.register(self._lifecycle.fd, selectors.EVENT_READ, self._events)
+        except ExpanseError as error:
+            self._lifecycle = None
+            _log.warning("%s; jobs are found by walking the cgroup tree, without CPU events", error)
+        self._table.begin(telling, self._lifecycle)
+        if self._lifecycle is not None:
+            for job in self._table:
+                if job.slot is not None and job.identity.cgroup in carried:
+                    self._lifecycle.slots.carry(job.slot, carried[job.identity.cgroup])
+        self._context = sources.Context(self.config, self._lifecycle)
+        wanted = [name for name, on in asdict(self.config.sources).items() if on]
+        self._sources = sources.create(wanted, self._context)
+        self._down = {}
+        for source in self._sources:
+            self._start_source(source)
+
+    def _number(self, hierarchy: str) -> int:
+        return next((number for number, name in self._names.items() if name == hierarchy), 0)
+
+    def _start_source(self, source: sources.Source) -> None:
+        try:
+            source.start()
+            self._down.pop(source.name, None)
+        except (ExpanseError, OSError) as error:
+            if self._down.get(source.name) != str(error):
+                _log.warning("source %s is off: %s", source.name, error)
+            self._down[source.name] = str(error)
+            source.stop()
+
+    def _end_sources(self) -> None:
+        for source in self._sources:
+            source.stop()
+        self._sources = []
+        if self._lifecycle is not None:
+            self._selector.unregister(self._lifecycle.fd)
+            self._lifecycle.close()
+            self._lifecycle = None
+
+    def stop(self) -> None:
+        """Send what is left, and leave nothing behind."""
+        self._end_sources()
+        if self._stream is not None:
+            self._stream.stop(2.0)
+        self._socket.close()
+        self._selector.close()
+
+    # ---- the loop -----------------------------------------------------------------------------------
+
+    def run(self, ticks: int | None = None) -> None:
+        """Tick until SIGTERM or SIGINT, or for so many ticks."""
+        interval = self.config.agent.interval_s
+        with self._signals():
+            due = time.monotonic()
+            while not self._stopping and ticks != 0:
+                wait = due - time.monotonic()
+                if wait > 0:
+                    for key, mask in self._selector.select(wait):
+                        key.data(mask)
+                    continue
+                self.tick()
+                if ticks is not None:
+                    ticks -= 1
+                due += interval
+                behind = int((time.monotonic() - due) / interval)
+                if behind > 0:  # suspended, or starved of CPU: no burst of ticks to catch up
+                    self._missed += behind
+                    due += behind * interval
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(reader, selectors.EVENT_READ, lambda _mask: self._drain(reader))
+        former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        handlers = {s: signal.signal(s, self._asked_to_stop) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(former)
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(reader)
+            os.close(reader)
+            os.close(writer)
+
+    @staticmethod
+    def _drain(fd: int) -> None:
+        with suppress(BlockingIOError):
+            os.read(fd, 4096)
+
+    def _asked_to_stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def tick(self) -> Report:
+        """Make one report and hand it on."""
+        started = time.monotonic()
+        if self._lifecycle is not None:
+            self._lifecycle.consume()
+            lost = self._lifecycle.losses().lost
+            if lost != self._events_lost:
+                self._events_lost = lost
+                self._table.resync()
+        else:
+            self._table.resync()
+        if self.config.cpu.hierarchy == "auto":
+            better = self._table.better_hierarchy()
+            if better is not None:
+                _log.info("jobs are told apart in the %s hierarchy from now on", better)
+                self._begin(better)
+        report = self._report(started)
+        self._table.finish()
+        self.newest = report
+        self._socket.publish(report)
+        if self._stream is not None:
+            self._stream.send(report)
+        self._tick_ns = int((time.monotonic() - started) * 1e9)
+        return report
+
+    def _report(self, now: float) -> Report:
+        report = Report(sequence=self._sequence, time_ns=time.time_ns())
+        self._sequence += 1
+        report.node.CopyFrom(self._node)
+        if self._last_tick is not None:
+            report.interval_ns = int((now - self._last_tick) * 1e9)
+        self._last_tick = now
+        jobs = self._table.update()
+        reported = jobs[: self.config.agent.max_jobs]
+        self._context.overflow[:] = jobs[len(reported) :]
+        samples = []
+        for job in reported:
+            sample = report.jobs.add(state=job.state)
+            sample.identity.CopyFrom(job.identity)
+            if job.pids is not None:
+                sample.processes = len(job.pids)
+            samples.append((job, sample))
+        report.host.overflow_jobs = len(jobs) - len(reported)
+        report.host.unattributed_cgroups = self._table.unattributed
+        for source in self._sources:
+            self._sample(source, now, samples, report)
+        for _, sample in samples:
+            # Its cgroup is gone, so the last of its CPU time is known to the scheduler hook alone.
+            if sample.state == JOB_STATE_ENDED and sample.counters.HasField("run_ns"):
+                sample.cpu_ns = max(sample.cpu_ns, sample.counters.run_ns)
+        self._describe_collector(report)
+        return report
+
+    def _sample(
+        self, source: sources.Source, now: float, samples: list[tuple[Job, sources.JobSample]], report: Report
+    ) -> None:
+        if source.name in self._down:
+            if report.sequence % _RETRY_TICKS == 0:
+                self._start_source(source)
+            if source.name in self._down:
+                return
+        began = time.perf_counter_ns()
+        try:
+            source.sample(now, samples, report)
+        except Exception as error:  # one failing source must not take the others with it
+            self._down[source.name] = f"{type(error).__name__}: {error}"
+            _log.exception("source %s failed and is off for now", source.name)
+            source.stop()
+        self._sample_ns[source.name] = time.perf_counter_ns() - began
+
+    def _describe_collector(self, report: Report) -> None:
+        collector = report.collector
+        collector.version = expanse_ebpf.__version__
+        self._own.fill(collector)
+        collector.tick_ns = self._tick_ns
+        collector.ticks_missed = self._missed
+        for source in self._sources:
+            reason = self._down.get(source.name, "")
+            status = collector.sources.add(name=source.name, up=not reason, reason=reason)
+            status.sample_ns = self._sample_ns.get(source.name, 0)
+            for part, why in source.unavailable.items():
+                status.unavailable[part] = why
+        if self._stream is not None:
+            collector.reports_unsent = self._stream.unsent
+            collector.reports_dropped = self._stream.dropped
+            status = collector.sources.add(name="controller", up=self._stream.connected)
+            status.reason = "" if self._stream.connected else self._stream.state
+
+    # ---- what comes in between ticks ------------------------------------------------------------------
+
+    def _events(self, _mask: int) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.consume()
+
+    def _event(self, event: kernel.Event) -> None:
+        if event.kind == kernel.PROCESS_EXECUTED:
+            self._table.executed(event.cgroup, event.pid)
+            return
+        name = self._names.get(event.hierarchy_id)
+        if name is None:
+            return
+        if not event.path:  # too long to be told: look for it
+            self._events_lost = -1
+        elif event.kind == kernel.CGROUP_REMOVED:
+            self._table.removed(name, event.path)
+        else:
+            new = self._table.made(name, event.path, event.cgroup, event.slot, inherited=event.inherited)
+            if new is not None:
+                for source in self._sources:
+                    if source.name == "cpu" and source.name not in self._down:
+                        source.jobs_changed()  # type: ignore[attr-defined]
+
+    def _processes(self, key: str, run: int, uid: int) -> ProcessesReply:
+        from expanse_ebpf.jobs import processes
+
+        for job in self._table:
+            if job.key == key and run in (0, job.identity.run):
+                return ProcessesReply(processes=processes.describe(job.pids or ()))
+        return ProcessesReply()
+
+    def _run_for_user(self, name: str, pid: int, uid: int) -> RunReply:
+        from expanse_ebpf.jobs.adopt import Adoptions
+
+        if not isinstance(self._adoptions, Adoptions):
+            self._adoptions = Adoptions()
+        return RunReply(cgroup=self._adoptions.adopt(name, pid, uid)[0])

@@ -1,0 +1,123 @@
+"""CPU events per slot: the loaded `cpu_accounting` programs and the hardware counters they read."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+from collections.abc import Mapping, Sequence
+
+from expanse_ebpf.kernel import libbpf
+from expanse_ebpf.kernel.lifecycle import Configuration, Lifecycle
+
+# struct cpu_state of bpf/cpu_accounting.bpf.c.
+_STATE_SIZE = 248
+_SLOT_OFFSET = 8
+_ERRORS_OFFSET = 88
+_PENDING_OFFSET = 96
+_U32 = struct.Struct("=I")
+_U64 = struct.Struct("=Q")
+
+
+class Accounting:
+    """Charges CPU events to the slots of `lifecycle`; hook off until attach()."""
+
+    def __init__(self, lifecycle: Lifecycle, counters: Sequence[Mapping[int, int]] = ()) -> None:
+        """`counters[i]` maps CPU to the perf event descriptor of counter i; an empty mapping: not open."""
+        configuration = Configuration.from_buffer_copy(lifecycle.configuration)
+        self._cpus = configuration.cpus
+        configuration.counters = sum(1 << i for i, fds in enumerate(counters) if fds)
+        self._object = libbpf.Object("cpu_accounting")
+        try:
+            self._object.configure(configuration)
+            self._object.share(lifecycle.maps["totals"])
+            self._object.share(lifecycle.maps["slots"])
+            self._object.load()
+            for i, fds in enumerate(counters):
+                for cpu, fd in fds.items():
+                    self.set_event(i, cpu, fd)
+            self._states = self._object.maps["cpus"].mapped(_STATE_SIZE * self._cpus)
+            self._object.programs["on_migrate"].attach()
+        except BaseException:
+            self._object.close()
+            raise
+        self._hook = self._object.programs["on_switch"]
+
+    def set_event(self, counter: int, cpu: int, fd: int) -> None:
+        """Counter number `counter` of `cpu` is read from perf event `fd` from now on."""
+        self._object.maps["events"].update(_U32.pack(counter * self._cpus + cpu), _U32.pack(fd))
+
+    @property
+    def programs(self) -> dict[str, libbpf.Program]:
+        """By name."""
+        return self._object.programs
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the scheduler hook is on."""
+        return self._hook.attached
+
+    def attach(self) -> None:
+        """Charge at every crossing between jobs."""
+        self.flush()
+        self._hook.attach()
+
+    def detach(self) -> None:
+        """Charge CPUs by owner alone (see own())."""
+        self.flush()
+        self._hook.detach()
+
+    def own(self, slots: Mapping[int, int]) -> None:
+        """With the hook off: CPU to the slot of the job that owns it; all others belong to no job."""
+        self.flush()
+        for cpu in range(self._cpus):
+            _U32.pack_into(self._states, cpu * _STATE_SIZE + _SLOT_OFFSET, slots.get(cpu, 0))
+
+    def flush(self) -> int:
+        """Charge all CPUs that ran anything since the last time; returns how many."""
+        programs = self._object.programs
+        program = programs["flush"] if self._hook.attached else programs["flush_owned"]
+        programs["scan"].run()
+        count = 0
+        for cpu in range(self._cpus):
+            if _U32.unpack_from(self._states, cpu * _STATE_SIZE + _PENDING_OFFSET)[0]:
+                count += self._flush_cpu(program, cpu)
+        return count
+
+    def release(self, retired: Sequence[int]) -> None:
+        """Make CPUs that were last on one of these slots look again, idle or not."""
+        if not retired or not self._hook.attached:
+            return
+        for cpu in range(self._cpus):
+            if self.slot(cpu) in retired:
+                self._flush_cpu(self._object.programs["flush"], cpu)
+
+    def slot(self, cpu: int) -> int:
+        """The slot that `cpu` is charging to."""
+        return int(_U32.unpack_from(self._states, cpu * _STATE_SIZE + _SLOT_OFFSET)[0])
+
+    def in_use(self) -> set[int]:
+        """Slots that some CPU is charging to."""
+        return {self.slot(cpu) for cpu in range(self._cpus)}
+
+    def read_errors(self) -> int:
+        """Readings of hardware counters that failed."""
+        return sum(
+            _U64.unpack_from(self._states, cpu * _STATE_SIZE + _ERRORS_OFFSET)[0] for cpu in range(self._cpus)
+        )
+
+    def _flush_cpu(self, program: libbpf.Program, cpu: int) -> int:
+        try:
+            program.run(cpu)
+        except libbpf.BpfError as error:
+            if error.errno != errno.ENXIO:  # offline: its last charge was at its last switch
+                raise
+            return 0
+        return 1
+
+    def close(self) -> None:
+        """Take everything out of the kernel; safe to call twice."""
+        self._object.close()
+
+
+assert ctypes.sizeof(Configuration) == 16

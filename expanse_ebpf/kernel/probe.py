@@ -1,0 +1,231 @@
+"""Reading and trying what this node can do; the decisions are in features.py."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import socket
+from pathlib import Path
+from typing import Literal
+
+from expanse_ebpf import config as configuration
+from expanse_ebpf.config import Config
+from expanse_ebpf.errors import ConfigError, UnavailableError
+from expanse_ebpf.jobs import hierarchies
+from expanse_ebpf.kernel import features, libbpf, perf
+from expanse_ebpf.kernel.features import Finding
+
+BTF = "/sys/kernel/btf/vmlinux"
+OBJECTS = ("cpu_accounting", "task_lifecycle")
+CONNECT_S = 2.0
+_SYSCALLS = {"x86_64": 321, "aarch64": 280}  # bpf(2)
+_MAP_CREATE, _PROG_LOAD = 0, 5
+_RING_BUFFER, _RAW_TRACEPOINT = 27, 17
+
+
+def read(path: str) -> str | None:
+    """The first bytes of a file as text; None when it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 16)
+    except OSError:
+        return None
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(read(path) or "")
+    except ValueError:
+        return None
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_ino
+    except OSError:
+        return None
+
+
+def _bpf(command: int, attributes: bytes) -> int:
+    """bpf(2); the error's number, 0 when it worked. What it makes is closed again."""
+    number = _SYSCALLS.get(platform.machine())
+    if number is None:
+        return errno.ENOSYS
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(attributes, 128)
+    descriptor = libc.syscall(
+        ctypes.c_long(number), ctypes.c_int(command), buffer, ctypes.c_uint(len(buffer))
+    )
+    if descriptor < 0:
+        return ctypes.get_errno()
+    os.close(descriptor)
+    return 0
+
+
+def load_trivial_program() -> int:
+    """Load a tracing program of two instructions; the error's number, 0 when the kernel took it."""
+    # r0 = 0; exit
+    code = ctypes.create_string_buffer(bytes.fromhex("b7000000000000009500000000000000"), 16)
+    text = ctypes.create_string_buffer(b"GPL")
+    head = _RAW_TRACEPOINT.to_bytes(4, "little") + (2).to_bytes(4, "little")
+    pointers = ctypes.addressof(code).to_bytes(8, "little") + ctypes.addressof(text).to_bytes(8, "little")
+    return _bpf(_PROG_LOAD, head + pointers)
+
+
+def make_ring_buffer() -> int:
+    """Make a ring buffer map; the error's number, 0 when the kernel has it."""
+    fields = (_RING_BUFFER, 0, 0, resource.getpagesize())
+    return _bpf(_MAP_CREATE, b"".join(field.to_bytes(4, "little") for field in fields))
+
+
+def load_objects() -> tuple[int, str]:
+    """Load and attach the collector's own programs for a moment: (error's number, what failed)."""
+    from expanse_ebpf.kernel.accounting import Accounting
+    from expanse_ebpf.kernel.lifecycle import Lifecycle
+
+    try:
+        lifecycle = Lifecycle("unified", 0, lambda event: None)
+        try:
+            accounting = Accounting(lifecycle)
+            try:
+                accounting.attach()
+            finally:
+                accounting.close()
+        finally:
+            lifecycle.close()
+    except libbpf.BpfError as error:
+        return error.errno, str(error)
+    except UnavailableError as error:
+        return errno.ENOENT, str(error)
+    return 0, ""
+
+
+def findings(config: Config) -> list[Finding]:
+    """Everything about this node, in the order in which it is shown."""
+    status = read("/proc/self/status") or ""
+    effective = features.parse_capabilities(status)
+    release, machine = os.uname().release, os.uname().machine
+    found = [features.kernel(release, machine)]
+    has_btf = Path(BTF).exists()
+    found.append(features.btf(has_btf))
+    found += _bpf_findings(release, machine, effective, status)
+    found.append(_cgroups())
+    counters = config.cpu.counters
+    found.append(features.pmu(perf.self_test(counters)))
+    found.append(features.perf_paranoid(_number("/proc/sys/kernel/perf_event_paranoid"), effective))
+    found.append(features.capabilities(effective))
+    found.append(features.seccomp(_filtered(status)))
+    found.append(features.lockdown(read("/sys/kernel/security/lockdown")))
+    may_raise = "CAP_SYS_RESOURCE" not in features.absent_capabilities(effective)
+    found.append(features.memlock(release, *resource.getrlimit(resource.RLIMIT_MEMLOCK), may_raise))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found.append(features.descriptors(*files, len(perf.online_cpus()), len(counters), may_raise))
+    found.append(features.unprivileged_bpf(_number("/proc/sys/kernel/unprivileged_bpf_disabled")))
+    found.append(features.pid_namespace(_inode("/proc/self/ns/pid"), _levels(status)))
+    found.append(features.user_namespace(_inode("/proc/self/ns/user")))
+    found.append(features.filesystems())
+    found.append(features.headers(Path(f"/lib/modules/{release}/build").exists(), has_btf))
+    delays = _number("/proc/sys/kernel/task_delayacct")
+    found.append(features.delay_accounting(delays, config.sources.delays))
+    found.append(_nvml())
+    address = config.controller.address
+    found.append(features.controller(address, _unreachable(address) if address else ""))
+    found.append(features.agent(config.agent.socket, _agent_state(config.agent.socket)))
+    return found
+
+
+def _filtered(status: str) -> bool:
+    return "\nSeccomp:\t2" in status
+
+
+def _levels(status: str) -> int:
+    """How many pid namespaces see this process, counted from the one in which /proc was mounted."""
+    line = next((line for line in status.split("\n") if line.startswith("NSpid:")), "NSpid: 1")
+    return len(line.split()) - 1
+
+
+def _bpf_findings(release: str, machine: str, effective: int, status: str) -> list[Finding]:
+    def explain(code: int) -> str:
+        return features.explain_load_error(
+            code,
+            release,
+            effective,
+            read("/sys/kernel/security/lockdown"),
+            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            _filtered(status),
+        )
+
+    try:
+        version: str | None = libbpf.version()
+    except UnavailableError:
+        version = None
+    names = [f"{name}.{machine}.bpf.o" for name in OBJECTS]
+    shipped = [name for name in names if (libbpf.OBJECTS / name).exists()]
+    program, ring = load_trivial_program(), make_ring_buffer()
+    found = [
+        features.libbpf(version),
+        features.objects(shipped, names),
+        features.bpf_part("bpf programs", program, explain(program)),
+        features.bpf_part("bpf ring buffer", ring, explain(ring)),
+    ]
+    if version is not None and shipped == names and not program and not ring:
+        code, what = load_objects()
+        found.append(
+            features.bpf_part("collector's programs", code, f"{what}: {explain(code)}" if code else "")
+        )
+    return found
+
+
+def _cgroups() -> Finding:
+    try:
+        mounted = hierarchies.mounted()
+        return features.cgroups(hierarchies.mode(mounted), [h.name for h in mounted if not h.named])
+    except UnavailableError as error:
+        return features.cgroups(None, (), str(error))
+
+
+def _nvml() -> Finding:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        code = int(library.nvmlInit_v2())
+    except (OSError, AttributeError):
+        return features.nvml(None)
+    if code:
+        return features.nvml(code)
+    count = ctypes.c_uint()
+    known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+    library.nvmlShutdown()
+    return features.nvml(0, count.value if known else None)
+
+
+def _unreachable(address: str) -> str:
+    """Why no TCP connection to the controller can be made; empty when it can."""
+    try:
+        host, port = configuration.split_address(address, "controller.address")
+        socket.create_connection((host, port), CONNECT_S).close()
+    except ConfigError as error:
+        return str(error)
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:.0f} s"
+    except OSError as error:
+        return error.strerror or "connection failed"
+    except UnicodeError:
+        return "the host's name is not valid"
+    return ""
+
+
+def _agent_state(path: str) -> Literal["running", "absent", "stale", "denied"]:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(CONNECT_S)
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            return "stale"
+        except PermissionError:
+            return "denied"
+        except OSError:
+            return "absent"
+    return "running"

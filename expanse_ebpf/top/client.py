@@ -1,0 +1,136 @@
+"""The client side of the node's Unix socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+from google.protobuf.message import DecodeError
+
+from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.wire.collector_pb2 import (
+    NodeReply,
+    NodeRequest,
+    ProcessesReply,
+    ProcessesRequest,
+    Report,
+    WatchRequest,
+)
+
+MAX_REPLY = 64 << 20  # bytes; no report comes near it
+ANSWER_S = 10.0  # how long a question may take
+_LENGTH = struct.Struct(">I")
+_NO_AGENT = "what answers on {} is not an agent; name its socket with --socket"
+_TURN_S = 0.2  # how soon `stop` is noticed
+
+
+def watch(path: str, history: int = 0, stop: Callable[[], bool] | None = None) -> Iterator[Report]:
+    """The last `history` reports of the agent at `path`, then each new one until `stop()` is true.
+
+    Raises UnavailableError when no agent answers, or when it goes away.
+    """
+    with _connect(path) as connection:
+        _send(connection, path, NodeRequest(watch=WatchRequest(history=history)))
+        while True:
+            reply = _receive(connection, path, stop=stop)
+            if reply is None:
+                return
+            yield reply.report
+            if stop is not None and stop():
+                return
+
+
+def processes(path: str, key: str, run: int = 0) -> ProcessesReply:
+    """The processes of the job `key` ("slurm/123"), of its run `run` (0: the newest).
+
+    Raises UnavailableError when no agent answers or the job is not there for this user.
+    """
+    return ask(path, NodeRequest(processes=ProcessesRequest(key=key, run=run))).processes
+
+
+def ask(path: str, request: NodeRequest) -> NodeReply:
+    """The agent's one answer to `request`; raises UnavailableError, also when the answer is an error."""
+    with _connect(path) as connection:
+        _send(connection, path, request)
+        reply = _receive(connection, path, deadline=time.monotonic() + ANSWER_S)
+        assert reply is not None  # only `stop` ends without a reply
+        return reply
+
+
+def _connect(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(ANSWER_S)
+        connection.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+        connection.close()
+        raise UnavailableError(
+            f"no agent answers on {path}: start it with `expanse-ebpf agent` as root, "
+            "or name its socket with --socket"
+        ) from None
+    except PermissionError:
+        connection.close()
+        raise UnavailableError(
+            f"you may not open {path}: permission denied; ask for read and write access to it, or become root"
+        ) from None
+    except OSError as error:
+        connection.close()
+        raise UnavailableError(
+            f"cannot connect to {path}: {error.strerror or error}; name the agent's socket with --socket"
+        ) from None
+    return connection
+
+
+def _send(connection: socket.socket, path: str, request: NodeRequest) -> None:
+    body = request.SerializeToString()
+    try:
+        connection.sendall(_LENGTH.pack(len(body)) + body)
+    except OSError:
+        # It may have said why before it hung up; the reader will see that.
+        return
+
+
+def _receive(
+    connection: socket.socket,
+    path: str,
+    stop: Callable[[], bool] | None = None,
+    deadline: float | None = None,
+) -> NodeReply | None:
+    """The next reply; None when `stop()` became true before it came."""
+    received = bytearray()
+    wanted, header = _LENGTH.size, True
+    while len(received) < wanted:
+        connection.settimeout(_TURN_S)
+        try:
+            data = connection.recv(min(wanted - len(received), 1 << 20))
+        except TimeoutError:
+            if stop is not None and stop():
+                return None
+            if deadline is not None and time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the agent on {path} gave no answer within {ANSWER_S:.0f} s; see its log"
+                ) from None
+            continue
+        except OSError:
+            data = b""
+        if not data:
+            raise UnavailableError(f"the agent on {path} hung up; see whether it still runs")
+        received += data
+        if header and len(received) == wanted:
+            (length,) = _LENGTH.unpack(received)
+            if length > MAX_REPLY:
+                raise UnavailableError(_NO_AGENT.format(path))
+            received.clear()
+            wanted, header = length, False
+    try:
+        reply = NodeReply.FromString(bytes(received))
+    except DecodeError:
+        raise UnavailableError(_NO_AGENT.format(path)) from None
+    kind = reply.WhichOneof("reply")
+    if kind is None:
+        raise UnavailableError(f"the agent on {path} gave an answer unknown here; use its own version of top")
+    if kind == "error":
+        raise UnavailableError(reply.error)
+    return reply

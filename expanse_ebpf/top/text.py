@@ -1,0 +1,141 @@
+"""Figures and names as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_BARS = "▁▂▃▄▅▆▇"  # no full block: rows above each other stay apart
+_ASCII_BARS = "_.-=+*#"
+UNKNOWN = "\N{EN DASH}"  # stands where a figure is not known
+_ASCII = {UNKNOWN: "-", "…": "~", "·": "|", "µ": "u", "↓": "v", "↑": "^", "─": "-"}
+
+
+def clean(text: str) -> str:
+    """`text` without anything that could steer a terminal: such characters become U+FFFD."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join("\ufffd" if unicodedata.category(c) in _UNSAFE else c for c in text)
+
+
+def cell_width(text: str) -> int:
+    """How many columns of a terminal clean text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
+
+
+def fit(text: str, width: int, right: bool = False) -> str:
+    """`text` cut or filled to exactly `width` columns."""
+    have = cell_width(text)
+    if have > width:
+        kept: list[str] = []
+        room = width - 1
+        for c in text:
+            room -= cell_width(c)
+            if room < 0:
+                break
+            kept.append(c)
+        text = "".join(kept) + "…" if width > 0 else ""
+        have = cell_width(text)
+    fill = " " * (width - have)
+    return fill + text if right else text + fill
+
+
+def plain_ascii(text: str) -> str:
+    """`text` in ASCII alone, of the same width."""
+    if text.isascii():
+        return text
+    return "".join(c if c.isascii() else _ASCII.get(c, "?" * cell_width(c)) for c in text)
+
+
+@dataclass(frozen=True, slots=True)
+class Locale:
+    """What the terminal can show."""
+
+    ascii: bool = False
+
+    def text(self, text: str) -> str:
+        """`text` as it can be shown."""
+        return plain_ascii(text) if self.ascii else text
+
+    def sparkline(self, values: Sequence[float | None], width: int) -> str:
+        """The newest `width` values as bars, the highest of them full; a gap where a value is missing."""
+        newest = list(values)[-width:]
+        known = [v for v in newest if v is not None]
+        top = max(known, default=0.0)
+        bars = _ASCII_BARS if self.ascii else _BARS
+        line = "".join(
+            " " if v is None else bars[min(len(bars) - 1, int(v / top * len(bars)))] if top > 0 else bars[0]
+            for v in newest
+        )
+        return line.rjust(width)
+
+
+def locale_is_utf8(environment: Mapping[str, str]) -> bool:
+    """Whether the user's locale says UTF-8. Python itself would take "C" for it."""
+    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
+        value = environment.get(name)
+        if value:
+            return "utf-8" in value.lower() or "utf8" in value.lower()
+    return False
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A plain figure, a dash when it is not known."""
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    """A rate or a count with k, M, G: "950", "12.3k"."""
+    if value is None:
+        return UNKNOWN
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5:
+            return f"{value:.0f}{unit}" if not unit or value >= 99.95 else f"{value:.1f}{unit}"
+        value /= 1000
+    return f"{value:.0f}T"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units: "412 MiB"."""
+    if value is None:
+        return UNKNOWN
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1023.5 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+
+
+def size_rate(value: float | None) -> str:
+    """Bytes per second."""
+    return UNKNOWN if value is None else f"{size(value)}/s"
+
+
+def percent(value: float | None) -> str:
+    """A ratio as a percentage."""
+    return UNKNOWN if value is None else f"{value * 100:.1f}%"
+
+
+def nanoseconds(value: float | None) -> str:
+    """A time given in nanoseconds, in the unit that suits it: "112 µs"."""
+    if value is None:
+        return UNKNOWN
+    for unit in ("ns", "µs", "ms"):
+        if value < 999.5:
+            return f"{value:.0f} {unit}" if value >= 9.95 or unit == "ns" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} s"
+
+
+def total(values: Sequence[float | None]) -> float | None:
+    """The sum of what is known; None when nothing is."""
+    known = [v for v in values if v is not None]
+    return math.fsum(known) if known else None

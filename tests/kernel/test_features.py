@@ -1,0 +1,317 @@
+"""What a node can do: the decisions by tables, the reading on this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expanse_ebpf.config import COUNTERS, Config
+from expanse_ebpf.kernel import features, probe
+
+ALL = (1 << 41) - 1
+BPF, PERFMON, ADMIN = 1 << 39, 1 << 38, 1 << 21
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("6.1.0-18-amd64", (6, 1)),
+        ("5.10.0", (5, 10)),
+        ("6.18.44-fc-v657", (6, 18)),
+        ("", (0, 0)),
+        ("x.y", (0, 0)),
+    ],
+)
+def test_a_kernel_release_is_parsed(release: str, expected: tuple[int, int]) -> None:
+    assert features.parse_release(release) == expected
+
+
+@pytest.mark.parametrize(
+    ("release", "machine", "status"),
+    [
+        ("5.10.0-28-amd64", "x86_64", "ok"),
+        ("6.12.1", "aarch64", "ok"),
+        ("5.9.16", "x86_64", "missing"),
+        ("4.18.0-513.el8", "x86_64", "missing"),
+        ("6.1.0", "ppc64le", "missing"),
+    ],
+)
+def test_kernels_from_5_10_on_will_do(release: str, machine: str, status: str) -> None:
+    finding = features.kernel(release, machine)
+    assert finding.status == status
+    assert bool(finding.remedy) is (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("none integrity [confidentiality]\n", "confidentiality"),
+        ("none [integrity] confidentiality\n", "integrity"),
+        ("[none] integrity confidentiality\n", "none"),
+        (None, "none"),
+        ("", "none"),
+        ("[]", "none"),
+    ],
+)
+def test_lockdown_is_parsed(text: str | None, mode: str) -> None:
+    assert features.parse_lockdown(text) == mode
+    finding = features.lockdown(text)
+    assert finding.status == ("warning" if mode == "confidentiality" else "ok")
+    assert ("reason=lockdown" in finding.detail) is (mode == "confidentiality")
+
+
+@pytest.mark.parametrize(
+    ("effective", "absent"),
+    [
+        (ALL, []),
+        (0, ["CAP_BPF", "CAP_PERFMON", "CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH", "CAP_SYS_RESOURCE"]),
+        (BPF | PERFMON, ["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH", "CAP_SYS_RESOURCE"]),
+        (ADMIN, ["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH", "CAP_SYS_RESOURCE"]),
+        (ALL & ~PERFMON & ~ADMIN, ["CAP_PERFMON"]),
+        (ALL & ~(1 << 24), ["CAP_SYS_RESOURCE"]),
+    ],
+)
+def test_absent_capabilities_are_named(effective: int, absent: list[str]) -> None:
+    assert features.absent_capabilities(effective) == absent
+    finding = features.capabilities(effective)
+    required = {"CAP_BPF", "CAP_PERFMON"} & set(absent)
+    assert finding.status == ("missing" if required else "warning" if absent else "ok")
+    assert all(name in finding.detail for name in absent)
+
+
+def test_capabilities_are_read_from_status() -> None:
+    assert features.parse_capabilities("Name:\tx\nCapEff:\t000001ffffffffff\nCapBnd:\t0\n") == ALL
+    assert features.parse_capabilities("CapEff:\tzz\n") == 0
+    assert features.parse_capabilities("") == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "release", "effective", "lockdown", "memlock", "wanted", "unwanted"),
+    [
+        (errno.EPERM, "5.4.0", ALL, None, 65536, ["memlock", "64 KiB", "EPERM"], ["CAP_BPF"]),
+        (errno.EPERM, "6.1.0", ALL, None, 65536, ["EPERM"], ["memlock"]),
+        (errno.EPERM, "5.4.0", ALL, None, -1, ["EPERM"], ["memlock"]),
+        (errno.EPERM, "6.1.0", 0, None, 65536, ["CAP_BPF", "CAP_PERFMON"], ["memlock"]),
+        (errno.EPERM, "5.4.0", 0, None, 65536, ["CAP_BPF", "CAP_PERFMON"], ["memlock"]),
+        (errno.EACCES, "6.1.0", BPF, None, 0, ["CAP_PERFMON", "EACCES"], ["CAP_BPF"]),
+        (errno.EPERM, "6.1.0", ALL, "none integrity [confidentiality]", 0, ["lockdown"], ["memlock"]),
+        (errno.EPERM, "6.1.0", ALL, "none [integrity] confidentiality", 0, ["EPERM"], ["lockdown"]),
+        (errno.ENOMEM, "6.1.0", ALL, None, -1, ["memory", "cgroup"], ["memlock"]),
+        (errno.E2BIG, "5.10.0", ALL, None, -1, ["too large", "verifier"], []),
+        (errno.ENOSYS, "6.1.0", ALL, None, -1, ["CONFIG_BPF_SYSCALL"], []),
+        (errno.EINVAL, "6.1.0", ALL, None, -1, ["5.10"], []),
+        (errno.EIO, "6.1.0", ALL, None, -1, ["EIO"], []),
+        (99999, "", 0, None, None, ["99999"], []),
+    ],
+)
+def test_a_load_error_has_cause_and_remedy(
+    code: int,
+    release: str,
+    effective: int,
+    lockdown: str | None,
+    memlock: int | None,
+    wanted: list[str],
+    unwanted: list[str],
+) -> None:
+    text = features.explain_load_error(code, release, effective, lockdown, memlock)
+    assert all(word in text for word in wanted)
+    assert not any(word in text for word in unwanted)
+    assert "; " in text  # cause and remedy
+    assert "\n" not in text
+
+
+@given(st.integers(1, 140), st.text(max_size=20), st.integers(0, ALL), st.none() | st.text(max_size=40))
+def test_any_load_error_has_one_line(code: int, release: str, effective: int, lockdown: str | None) -> None:
+    assert "\n" not in features.explain_load_error(code, release, effective, lockdown, None)
+
+
+def test_a_seccomp_filter_is_named_only_when_nothing_else_explains_it() -> None:
+    assert "seccomp" in features.explain_load_error(errno.EPERM, "6.1.0", ALL, seccomp=True)
+    assert "seccomp" not in features.explain_load_error(errno.EPERM, "6.1.0", 0, seccomp=True)
+
+
+@pytest.mark.parametrize(
+    ("release", "soft", "hard", "may_raise", "status"),
+    [
+        ("5.10.0", 65536, 65536, False, "warning"),
+        ("5.10.0", 65536, 65536, True, "ok"),
+        ("5.10.0", 65536, -1, False, "ok"),
+        ("5.10.0", -1, -1, False, "ok"),
+        ("5.11.0", 65536, 65536, False, "ok"),
+        ("6.18.0", 65536, 65536, False, "ok"),
+    ],
+)
+def test_memlock_binds_only_old_kernels(
+    release: str, soft: int, hard: int, may_raise: bool, status: str
+) -> None:
+    assert features.memlock(release, soft, hard, may_raise).status == status
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "cpus", "may_raise", "status"),
+    [
+        (1024, 4096, 2, False, "ok"),
+        (1024, 1024, 256, False, "warning"),
+        (1024, 1024, 256, True, "ok"),
+        (1024, 524288, 256, False, "ok"),
+        (-1, -1, 8192, False, "ok"),
+    ],
+)
+def test_open_files_must_do_for_every_cpu(
+    soft: int, hard: int, cpus: int, may_raise: bool, status: str
+) -> None:
+    assert features.descriptors(soft, hard, cpus, 5, may_raise).status == status
+
+
+def test_the_pmu_is_never_required() -> None:
+    unsupported = dict.fromkeys(COUNTERS, "unsupported(ENOENT)")
+    assert features.pmu(unsupported).status == "warning"
+    assert "no PMU" in features.pmu(unsupported).detail
+    assert "permission(EACCES)" in features.pmu(dict.fromkeys(COUNTERS, "permission(EACCES): …")).detail
+    assert features.pmu(dict.fromkeys(COUNTERS, "")).status == "ok"
+    assert features.pmu({}).status == "ok"
+    mixed = features.pmu({"cycles": "", "cache_misses": "unsupported(ENOENT)"})
+    assert mixed.status == "warning"
+    assert "cycles pass" in mixed.detail
+    assert "cache_misses: unsupported(ENOENT)" in mixed.detail
+
+
+@pytest.mark.parametrize(
+    ("value", "effective", "status"),
+    [(4, ALL, "ok"), (2, 0, "warning"), (-1, 0, "ok"), (0, 0, "ok"), (None, ALL, "warning")],
+)
+def test_paranoia_binds_only_the_unprivileged(value: int | None, effective: int, status: str) -> None:
+    assert features.perf_paranoid(value, effective).status == status
+
+
+@pytest.mark.parametrize(
+    ("inode", "levels", "status"),
+    [(0xEFFFFFFC, 1, "ok"), (4026532211, 2, "warning"), (4026532211, 1, "warning"), (None, 1, "warning")],
+)
+def test_a_nested_pid_namespace_is_told(inode: int | None, levels: int, status: str) -> None:
+    finding = features.pid_namespace(inode, levels)
+    assert finding.status == status
+    assert ("nested_pid_ns" in finding.detail) is (status == "warning" and inode is not None)
+
+
+@pytest.mark.parametrize(
+    ("code", "devices", "status", "words"),
+    [
+        (None, None, "ok", "no NVIDIA driver library"),
+        (0, 8, "ok", "8 GPUs"),
+        (0, 1, "ok", "1 GPU"),
+        (0, None, "ok", "unknown"),
+        (9, None, "warning", "driver is not loaded"),
+        (18, None, "warning", "different versions"),
+        (77, None, "warning", "NVML error 77"),
+    ],
+)
+def test_nvml_is_never_required(code: int | None, devices: int | None, status: str, words: str) -> None:
+    finding = features.nvml(code, devices)
+    assert finding.status == status
+    assert words in finding.detail
+
+
+def test_the_rest_of_the_decisions() -> None:
+    assert features.btf(False).status == "missing"
+    assert features.libbpf(None).status == "missing"
+    assert features.objects(["a.o"], ["a.o", "b.o"]).detail == "no b.o"
+    assert features.objects(["a.o", "b.o"], ["a.o"]).status == "ok"
+    assert features.bpf_part("x", 0, "").status == "ok"
+    assert features.bpf_part("x", errno.EINVAL, "cause; remedy")[2:] == ("cause", "remedy")
+    assert features.unprivileged_bpf(0).status == "warning"
+    assert features.unprivileged_bpf(2).status == "ok"
+    assert features.user_namespace(1).status == "warning"
+    assert features.headers(False, False).status == "warning"
+    assert features.headers(False, True).status == "ok"
+    assert features.delay_accounting(0, False).status == "ok"
+    assert features.delay_accounting(0, True).status == "warning"
+    assert features.delay_accounting(None, True).status == "warning"
+    assert features.delay_accounting(1, True).status == "ok"
+    assert features.cgroups(None, [], "none mounted; mount one")[1:] == (
+        "missing",
+        "none mounted",
+        "mount one",
+    )
+    assert features.controller("", "").status == "ok"
+    assert features.controller("h:1", "refused").status == "warning"
+    assert features.agent("/x", "denied").status == "warning"
+
+
+# ---- this machine
+
+
+def test_this_machine_loads_programs_for_real() -> None:
+    assert probe.load_trivial_program() == 0
+    assert probe.make_ring_buffer() == 0
+    assert probe.load_objects() == (0, "")
+
+
+def test_loading_leaves_no_descriptor() -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    probe.load_trivial_program()
+    probe.make_ring_buffer()
+    assert count() == before
+
+
+def test_a_process_without_capabilities_is_refused_for_real() -> None:
+    program = "import os; from expanse_ebpf.kernel import probe; os.setgid(65534); os.setuid(65534)\n"
+    program += "print(probe.load_trivial_program(), probe.make_ring_buffer())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(errno.EPERM)] * 2
+
+
+def test_the_findings_have_one_line_each_and_a_name_of_their_own(tmp_path: Path) -> None:
+    found = probe.findings(Config())
+    assert len({finding.name for finding in found}) == len(found)
+    assert all("\n" not in "".join(finding) for finding in found)
+    assert all(finding.remedy for finding in found if finding.status == "missing")
+    by_name = {finding.name: finding for finding in found}
+    assert by_name["cgroups"].detail.split(":")[0] in ("v1", "v2", "hybrid")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_pid_namespace_is_recognised_for_real(nested: bool) -> None:
+    program = "from expanse_ebpf.kernel import features, probe\n"
+    program += "status = probe.read('/proc/self/status')\n"
+    program += (
+        "print(features.pid_namespace(probe._inode('/proc/self/ns/pid'), probe._levels(status)).status)"
+    )
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"] if nested else []
+    done = subprocess.run(
+        [*unshare, sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    own = os.stat("/proc/self/ns/pid").st_ino == features.INITIAL_PID_NAMESPACE  # noqa: PTH116
+    assert done.stdout.strip() == ("ok" if own and not nested else "warning")
+
+
+def test_a_controller_is_reached_or_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert probe._unreachable(f"127.0.0.1:{port}") == ""
+    assert "refused" in probe._unreachable(f"127.0.0.1:{port}")
+    assert probe._unreachable("no.such.host.invalid:1")
+    assert probe._unreachable(f"{'x' * 70}.invalid:1")
+
+
+def test_an_agents_socket_is_told_from_a_stale_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    assert probe._agent_state(path) == "absent"
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    assert probe._agent_state(path) == "running"
+    server.close()
+    assert probe._agent_state(path) == "stale"
+    assert probe._agent_state("/" + "x" * 200) == "absent"

@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expanse_ebpf import node_socket
+from expanse_ebpf.errors import ConfigError, UnavailableError
+from expanse_ebpf.node_socket import NodeSocket, frame, visible
+from expanse_ebpf.top import client
+from expanse_ebpf.wire.collector_pb2 import NodeReply, NodeRequest, ProcessesRequest, RunRequest, WatchRequest
+from tests.top.serving import ServedNode, make_report
+
+ROOT = Path(__file__).parents[1]
+# Prints, as one JSON line, what this user sees of two reports and of a question about a job.
+LOOK = """
+import json, sys
+from itertools import islice
+from expanse_ebpf.errors import ExpanseError
+from expanse_ebpf.top import client
+path, key = sys.argv[1:]
+reports = list(islice(client.watch(path, history=2), 2))
+try:
+    asked = len(client.processes(path, key).processes)
+except ExpanseError as error:
+    asked = str(error)
+print(json.dumps({
+    "jobs": [[j.identity.id for j in r.jobs] for r in reports],
+    "cpus": reports[-1].host.cpus_online,
+    "overflow": reports[-1].host.overflow.page_faults,
+    "pss": reports[-1].collector.pss_bytes,
+    "asked": asked,
+}))
+"""
+# Opens connections until one is refused, says how many, and holds them until its input ends.
+CROWD = """
+import socket, sys
+held = []
+for _ in range(int(sys.argv[2])):
+    c = socket.socket(socket.AF_UNIX)
+    c.connect(sys.argv[1])
+    c.settimeout(0.3)
+    try:
+        if c.recv(4096):
+            continue
+    except TimeoutError:
+        held.append(c)
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    """A socket's path that every user can reach, which pytest's own folders are not."""
+    directory = tempfile.mkdtemp(prefix="expanse-test-")
+    Path(directory).chmod(0o755)
+    yield f"{directory}/agent.sock"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def node(path: str) -> Iterator[ServedNode]:
+    with ServedNode(path) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def connected(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(path)
+        yield connection
+
+
+def replies(connection: socket.socket) -> Iterator[NodeReply]:
+    """Replies until the server hangs up."""
+    while True:
+        head = read(connection, 4)
+        if len(head) < 4:
+            return
+        yield NodeReply.FromString(read(connection, struct.unpack(">I", head)[0]))
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while len(data) < size and (more := connection.recv(size - len(data))):
+            data += more
+    return data
+
+
+def eventually(condition: object, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.01)
+
+
+def as_user(uid: int, code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Python that becomes `uid` after its imports, since another user may not be able to read them."""
+    become = (
+        "import os, sys, json, socket\n"
+        "from expanse_ebpf.top import client\n"
+        f"os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", become + code, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ---- reports
+
+
+def test_history_comes_first_then_each_new_report(node: ServedNode, path: str) -> None:
+    for sequence in range(1, 6):
+        node.publish(make_report(sequence))
+    watching = client.watch(path, history=3)
+    assert [r.sequence for r in islice(watching, 3)] == [3, 4, 5]
+    node.publish(make_report(6))
+    assert next(watching) == node.server._last
+
+
+def test_without_history_only_new_reports_come(node: ServedNode, path: str) -> None:
+    node.publish(make_report(1))
+    with connected(path) as connection:
+        connection.sendall(frame(NodeRequest(watch=WatchRequest())))
+        eventually(lambda: any(c.watching for c in node.server._clients))
+        node.publish(make_report(2))
+        assert next(replies(connection)).report.sequence == 2
+
+
+def test_history_is_bounded_by_number_and_by_bytes(node: ServedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sequence in range(1, node_socket.HISTORY + 30):
+        node.publish(make_report(sequence, jobs=0))
+    assert len(node.server._history) == node_socket.HISTORY
+    monkeypatch.setattr(node_socket, "HISTORY_BYTES", 10_000)
+    node.publish(make_report(1000))
+    assert node.server._history_bytes == sum(map(len, node.server._history)) <= 10_000
+
+
+# ---- who sees what
+
+
+@pytest.mark.parametrize(("uid", "own"), [(1000, ["4411"]), (65534, [])])
+def test_another_user_sees_only_their_own_jobs(node: ServedNode, path: str, uid: int, own: list[str]) -> None:
+    node.publish(make_report(1))
+    unknown = make_report(2)
+    unknown.jobs[2].identity.ClearField("uid")
+    node.publish(unknown)
+    out, _ = as_user(uid, LOOK, path, "slurm/4412").communicate(timeout=60)
+    seen = json.loads(out)
+    assert seen["jobs"] == [own, own]
+    assert (seen["cpus"], seen["pss"], seen["overflow"]) == (64, 41 << 20, 0)
+    assert seen["asked"] == "no job slurm/4412 of yours is on this node"
+    assert node.asked == []
+
+
+def test_a_user_may_ask_about_their_own_job(node: ServedNode, path: str) -> None:
+    for sequence in (1, 2):
+        node.publish(make_report(sequence))
+    out, _ = as_user(1000, LOOK, path, "slurm/4411").communicate(timeout=60)
+    assert json.loads(out)["asked"] == 5
+    assert node.asked == [("slurm/4411", 0, 1000)]
+
+
+def test_root_and_the_agents_own_user_see_everything(path: str) -> None:
+    with ServedNode(path, agent_uid=1000) as node:
+        for sequence in (1, 2):
+            node.publish(make_report(sequence))
+        out, _ = as_user(1000, LOOK, path, "slurm/4412").communicate(timeout=60)
+        seen = json.loads(out)
+        assert seen["jobs"] == [["4411", "4412", "4413"]] * 2
+        assert (seen["overflow"], seen["asked"]) == (12345, 5)
+        assert len(next(client.watch(path, history=1)).jobs) == 3
+
+
+def test_visible_hides_what_sources_say_of_others() -> None:
+    report = make_report(1)
+    report.collector.sources[0].unavailable["job 4412"] = "its cgroup cannot be read"
+    seen = visible(report, 1001)
+    assert [j.identity.id for j in seen.jobs] == ["4412"]
+    assert not seen.collector.sources[0].unavailable
+    assert [s.reason for s in seen.collector.sources] == ["", "switched off"]
+    assert report.collector.sources[0].unavailable  # the original is as it was
+
+
+def test_a_report_is_filtered_once_per_user(
+    node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(node_socket, "visible", lambda report, uid: calls.append(uid) or visible(report, uid))
+    node.server._all_seeing = {4242}
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connected(path)) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(frame(NodeRequest(watch=WatchRequest())))
+        eventually(lambda: sum(c.watching for c in node.server._clients) == 3)
+        node.publish(make_report(1))
+        assert [next(replies(c)).report.sequence for c in connections] == [1, 1, 1]
+    assert calls == [0]
+
+
+# ---- questions
+
+
+def test_errors_of_an_answer_reach_the_client_as_one_line(node: ServedNode, path: str) -> None:
+    with pytest.raises(UnavailableError, match="^no job slurm/0 on this node$"):
+        client.processes(path, "slurm/0")
+
+
+def test_a_fault_in_an_answer_does_not_end_the_agent(node: ServedNode, path: str) -> None:
+    with pytest.raises(UnavailableError, match="see its log"):
+        client.processes(path, "slurm/boom")
+    assert len(client.processes(path, "slurm/4411", 7).processes) == 5
+    assert node.asked[-1] == ("slurm/4411", 7, 0)
+
+
+def test_run_knows_the_caller_by_credentials(node: ServedNode, path: str) -> None:
+    reply = client.ask(path, NodeRequest(run=RunRequest(name="train")))
+    assert reply.run.cgroup == f"/expanse/0/train/{os.getpid()}"
+
+
+def test_an_agent_without_answers_says_so(path: str) -> None:
+    with ServedNode(path) as node:
+        node.server._on_run = None
+        with pytest.raises(UnavailableError, match="kind run"):
+            client.ask(path, NodeRequest(run=RunRequest(name="x")))
+
+
+# ---- hostile and slow clients
+
+
+def test_a_malformed_request_is_answered_then_hung_up_on(node: ServedNode, path: str) -> None:
+    for request in (
+        b"\0\0\0\3\xff\xff\xff",
+        b"\0\0\0\0",
+        struct.pack(">I", 1 << 31) + b"x",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ):
+        with connected(path) as connection:
+            connection.sendall(request)
+            answers = list(replies(connection))  # ends, so the server did hang up
+            assert len(answers) == 1
+            assert answers[0].error
+    eventually(lambda: node.clients() == 0)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(
+        st.binary(max_size=300),
+        st.binary(max_size=80).map(lambda body: struct.pack(">I", len(body)) + body),
+        st.lists(st.sampled_from(["slurm/4411", "", "x" * 500, "\0"]), max_size=4).map(
+            lambda keys: b"".join(frame(NodeRequest(processes=ProcessesRequest(key=key))) for key in keys)
+        ),
+    ),
+    st.booleans(),
+)
+def test_any_bytes_leave_the_server_alive(node: ServedNode, data: bytes, half_close: bool) -> None:
+    if node.server._last is None:
+        node.publish(make_report(1))
+    with connected(node.path) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+            if half_close:
+                connection.shutdown(socket.SHUT_WR)
+                for reply in replies(connection):
+                    assert reply.WhichOneof("reply")
+    assert node.failure is None
+    assert next(client.watch(node.path, history=1)).sequence == 1
+
+
+def test_a_client_that_does_not_read_is_dropped(
+    node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_socket, "MAX_PENDING_ALL", 200_000)
+    with connected(path) as deaf, connected(path) as reader:
+        for connection in (deaf, reader):
+            connection.sendall(frame(NodeRequest(watch=WatchRequest())))
+        eventually(lambda: sum(c.watching for c in node.server._clients) == 2)
+        listening = replies(reader)
+        for sequence in range(1, 40):
+            node.publish(make_report(sequence, jobs=60))
+            assert next(listening).report.sequence == sequence
+        assert node.clients() == 1
+
+
+def test_a_quiet_client_is_dropped_and_a_watcher_is_not(
+    node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_socket, "QUIET_S", 0.05)
+    with connected(path) as quiet, connected(path) as watcher:
+        watcher.sendall(frame(NodeRequest(watch=WatchRequest())))
+        quiet.sendall(b"\0\0")  # a beginning does not count
+        eventually(lambda: node.clients() == 2 and any(c.watching for c in node.server._clients))
+        time.sleep(0.1)
+        node.publish(make_report(1))
+        assert next(replies(watcher)).report.sequence == 1
+        assert list(replies(quiet)) == []
+
+
+def test_a_client_that_hangs_up_is_forgotten(node: ServedNode, path: str) -> None:
+    with connected(path) as connection:
+        connection.sendall(frame(NodeRequest(watch=WatchRequest())))
+        eventually(lambda: node.clients() == 1)
+    eventually(lambda: node.clients() == 0)
+
+
+def test_users_cannot_lock_out_root(node: ServedNode, path: str) -> None:
+    node.publish(make_report(1))
+    crowds = [as_user(uid, CROWD, path, "12") for uid in range(2000, 2008)]
+    try:
+        held = [int(crowd.stdout.readline()) for crowd in crowds if crowd.stdout]
+        assert max(held) == node_socket.MAX_CLIENTS_PER_UID
+        assert sum(held) == node_socket.MAX_CLIENTS - node_socket.RESERVED
+        assert next(client.watch(path, history=1)).sequence == 1
+    finally:
+        for crowd in crowds:
+            crowd.communicate(timeout=30)
+
+
+def test_a_user_who_asks_too_fast_is_told_so(
+    node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_socket, "REQUEST_BURST", 3.0)
+    monkeypatch.setattr(node_socket, "REQUESTS_PER_S", 0.001)
+    node.publish(make_report(1))
+    node.server._all_seeing = set()
+    ask = frame(NodeRequest(processes=ProcessesRequest(key="slurm/4411")))
+    with connected(path) as connection:
+        connection.sendall(ask * 5)
+        errors = [reply.error for reply in replies(connection)]
+    assert len(errors) == 4
+    assert "more slowly" in errors[-1]
+
+
+def test_a_full_table_of_descriptors_does_not_keep_the_loop_awake(path: str) -> None:
+    selector = selectors.DefaultSelector()
+    server = NodeSocket(path, selector)
+    server.open()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for key, mask in selector.select(5):
+                key.data(mask)
+            assert selector.select(0) == []
+        finally:
+            for fd in held:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert connection.recv(1) == b""
+    server.close()
+    selector.close()
+
+
+# ---- opening and closing
+
+
+def test_everyone_may_connect_and_close_removes_the_file(path: str) -> None:
+    inner = f"{Path(path).parent}/run/agent.sock"
+    before = os.umask(0o077)
+    try:
+        with ServedNode(inner):
+            assert stat.S_IMODE(Path(inner).stat().st_mode) == 0o666
+            assert stat.S_IMODE(Path(inner).parent.stat().st_mode) == 0o755
+            assert os.listdir(Path(inner).parent) == ["agent.sock"]
+    finally:
+        os.umask(before)
+    assert os.listdir(Path(inner).parent) == []
+
+
+def test_a_stale_socket_is_replaced(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    with ServedNode(path) as node:
+        node.publish(make_report(1))
+        assert next(client.watch(path, history=1)).sequence == 1
+
+
+def test_a_live_agent_is_left_alone(node: ServedNode, path: str) -> None:
+    node.publish(make_report(1))
+    with selectors.DefaultSelector() as selector:
+        second = NodeSocket(path, selector)
+        with pytest.raises(UnavailableError, match="an agent already runs"):
+            second.open()
+        second.close()
+    assert next(client.watch(path, history=1)).sequence == 1
+
+
+def test_close_leaves_another_agents_socket(path: str) -> None:
+    with ServedNode(path):
+        Path(path).unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(path)
+    assert Path(path).is_socket()
+
+
+@pytest.mark.parametrize("name", ["file", "x" * 110])
+def test_a_path_that_cannot_be_a_socket_is_a_configuration_error(path: str, name: str) -> None:
+    place = f"{Path(path).parent}/{name}"
+    with contextlib.suppress(OSError):
+        Path(place).write_text("precious")
+    with selectors.DefaultSelector() as selector, pytest.raises(ConfigError, match=r"agent\.socket"):
+        NodeSocket(place, selector).open()
+    if name == "file":
+        assert Path(place).read_text() == "precious"
+
+
+def test_a_place_that_cannot_be_written_is_told_with_its_cause(path: str) -> None:
+    Path(path).write_text("")
+    with selectors.DefaultSelector() as selector, pytest.raises(UnavailableError, match="File exists"):
+        NodeSocket(f"{path}/agent.sock", selector).open()
