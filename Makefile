@@ -81,6 +81,7 @@ lint: install test-packages ## Check style, types and formatting
 	@$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy bpf/build_hook.py
 	clang-format --dry-run --Werror $(wildcard bpf/*.c bpf/include/*.h)
 
 .PHONY: format

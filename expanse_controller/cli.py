@@ -18,18 +18,13 @@ PR_SET_PDEATHSIG = 1
 DEFAULT_DB = Path("/var/lib/expanse-controller/reports.db")
 
 
-class _Address(click.ParamType):
-    name = "HOST:PORT"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, int]:
-        if isinstance(value, tuple):
-            return value
-        host, _, port = str(value).rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            self.fail(f"{value!r} is not HOST:PORT")
-        return host.removeprefix("[").removesuffix("]"), int(port)
+def _address(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    if value is None:
+        return None
+    host, _colon, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise click.BadParameter(f"{value!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 @click.group()
@@ -41,7 +36,8 @@ def main() -> None:
 @main.command()
 @click.option(
     "--listen",
-    type=_Address(),
+    metavar="HOST:PORT",
+    callback=_address,
     default=f"127.0.0.1:{DEFAULT_PORT}",
     show_default=True,
     help="Where nodes and questions come in; port 0 takes any free one.",
@@ -49,7 +45,12 @@ def main() -> None:
 @click.option(
     "--db", type=click.Path(path_type=Path), default=DEFAULT_DB, show_default=True, help="The store."
 )
-@click.option("--metrics-listen", type=_Address(), help="Where Prometheus may scrape; not set: nowhere.")
+@click.option(
+    "--metrics-listen",
+    metavar="HOST:PORT",
+    callback=_address,
+    help="Where Prometheus may scrape; not set: nowhere.",
+)
 @click.option(
     "--keep-days",
     type=click.FloatRange(min=0.001),

@@ -27,8 +27,8 @@ _TABLES = (
         install_id TEXT NOT NULL,
         UNIQUE (name, install_id)
     )""",
-    # The newest report stands here, so that "now" costs one row per node. `sequence` is the highest
-    # that is stored: what is not above it has been stored before.
+    # Where the boot stands, written every ten seconds: the running controller has it in memory, and one
+    # that starts after a crash finds reports that come again by the key of their samples.
     """CREATE TABLE boots (
         id INTEGER PRIMARY KEY,
         node INTEGER NOT NULL,

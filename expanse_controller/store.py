@@ -21,6 +21,9 @@ STORED, REPLAYED, OUT_OF_ORDER = "stored", "replayed", "out of order"
 EXPIRE_ROWS = 2000
 # The end of a job's known time goes to the file at this interval, as long as its state is the same.
 SETTLE_S = 60.0
+# Where a boot stands, its newest report included, goes to the file at this interval: written with every
+# commit it would take as many pages as all its samples.
+SAVE_S = 10.0
 FORGET_BOOT_S = 3600.0
 
 _INSERT = (
@@ -65,6 +68,7 @@ class Boot:
     time_ns: int = 0
     received_ns: int = 0
     newest: Newest | None = None
+    saved_ns: int = 0  # when the report came that stands in the file's row
     jobs: dict[tuple[str, int | str], LiveJob] = field(default_factory=dict)
 
 
@@ -130,6 +134,7 @@ class Store:
         """
         outcomes: list[str] = []
         fresh: dict[Boot, list[Item]] = {}
+        before: dict[Boot, tuple[int, int, int]] = {}
         rows: list[tuple[Value, ...]] = []
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -138,30 +143,24 @@ class Store:
                 outcome = self._outcome(boot, item.report)
                 outcomes.append(outcome)
                 if outcome == STORED:
+                    before.setdefault(boot, (boot.sequence, boot.time_ns, boot.received_ns))
                     boot.sequence, boot.time_ns = item.report.sequence, item.report.time_ns
                     fresh.setdefault(boot, []).append(item)
                     rows += self._rows(boot, item.report)
             self._db.executemany(_INSERT, rows)
             for boot, taken in fresh.items():
                 boot.received_ns = taken[-1].received_ns
-                self._db.execute(
-                    "UPDATE boots SET sequence = ?, time_ns = ?, received_ns = ?, report = ? WHERE id = ?",
-                    (
-                        boot.sequence,
-                        boot.time_ns,
-                        boot.received_ns,
-                        taken[-1].report.SerializeToString(),
-                        boot.id,
-                    ),
-                )
+                if boot.received_ns - boot.saved_ns >= SAVE_S * 1e9:
+                    self._save(boot, taken[-1].report)
             self._db.execute("COMMIT")
         except BaseException:
-            # What is held in memory is ahead of the file now; it is read again when it is needed.
+            for boot, place in before.items():
+                boot.sequence, boot.time_ns, boot.received_ns = place
             self._roll_back()
             raise
         for boot, taken in fresh.items():
-            before = boot.newest.current if boot.newest else None
-            previous = taken[-2].report if len(taken) > 1 else before
+            last = boot.newest.current if boot.newest else None
+            previous = taken[-2].report if len(taken) > 1 else last
             boot.newest = Newest(previous, taken[-1].report, taken[-1].received_ns)
         return outcomes
 
@@ -235,6 +234,13 @@ class Store:
         boot.jobs[key] = job
         return job
 
+    def _save(self, boot: Boot, report: Report) -> None:
+        self._db.execute(
+            "UPDATE boots SET sequence = ?, time_ns = ?, received_ns = ?, report = ? WHERE id = ?",
+            (boot.sequence, boot.time_ns, boot.received_ns, report.SerializeToString(), boot.id),
+        )
+        boot.saved_ns = boot.received_ns
+
     def _find_job(self, boot: Boot, identity: JobIdentity) -> LiveJob | None:
         row = self._db.execute(
             "SELECT id, identity, state, last_ns FROM jobs WHERE boot = ? AND scheduler = ? AND run = ? "
@@ -244,17 +250,13 @@ class Store:
         return row and LiveJob(row[0], JobIdentity.FromString(row[1]), row[2], row[3])
 
     def _roll_back(self) -> None:
+        """End the failed transaction and forget what it made; rows are looked up again when needed."""
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
-        kept = {key: boot for key, boot in self._boots.items() if boot.newest is not None}
-        for boot in kept.values():
-            row = self._db.execute(
-                "SELECT sequence, time_ns, received_ns FROM boots WHERE id = ?", (boot.id,)
-            ).fetchone()
-            if row:
-                boot.sequence, boot.time_ns, boot.received_ns = row
+        self._boots = {key: boot for key, boot in self._boots.items() if boot.newest is not None}
+        for boot in self._boots.values():
             boot.jobs = {}
-        self._boots = kept
+            boot.saved_ns = 0
 
     # ---- upkeep
 
@@ -269,6 +271,9 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany("UPDATE jobs SET last_ns = ? WHERE id = ?", ends)
+            for boot in self._boots.values():
+                if boot.newest is not None and boot.saved_ns < boot.received_ns:
+                    self._save(boot, boot.newest.current)
             self._db.execute("COMMIT")
         except BaseException:
             self._db.execute("ROLLBACK")
@@ -291,7 +296,7 @@ class Store:
         for boot, time_ns, received_ns in boots:
             cutoff = time_ns - keep_ns + (now_ns - received_ns)
             batch = db.execute(
-                "SELECT time_ns FROM samples WHERE boot = ? AND time_ns < ? ORDER BY time_ns LIMIT 1 OFFSET ?",
+                "SELECT time_ns FROM samples WHERE boot = ? AND time_ns < ? ORDER BY 1 LIMIT 1 OFFSET ?",
                 (boot, cutoff, EXPIRE_ROWS - 1),
             ).fetchone()
             if batch:
@@ -320,19 +325,19 @@ class Store:
             WHERE state != ? AND last_ns > (SELECT time_ns - ? FROM boots WHERE id = jobs.boot)""",
             (JOB_STATE_ENDED, int(3 * SETTLE_S * 1e9)),
         )
-        for name, install_id, boot_id, *row in self._db.execute(
-            """SELECT name, install_id, boot_id, boots.id, sequence, time_ns, max(received_ns), report
+        newest = self._db.execute(
+            """SELECT name, install_id, boot_id, max(received_ns)
             FROM boots JOIN nodes ON nodes.id = boots.node GROUP BY node"""
-        ):
-            node = NodeIdentity(name=name, install_id=install_id, boot_id=boot_id)
-            self._boots[name, install_id, boot_id] = _loaded(node, *row)
+        ).fetchall()
+        for name, install_id, boot_id, _ in newest:
+            self._boot(NodeIdentity(name=name, install_id=install_id, boot_id=boot_id))
 
 
 def _loaded(
     node: NodeIdentity, row: int, sequence: int, time_ns: int, received_ns: int, blob: bytes | None
 ) -> Boot:
     newest = Newest(None, Report.FromString(blob), received_ns) if blob is not None else None
-    return Boot(row, node, sequence, time_ns, received_ns, newest)
+    return Boot(row, node, sequence, time_ns, received_ns, newest, received_ns)
 
 
 def signed(run: int) -> int:

@@ -13,7 +13,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # different. C1 controls can start an escape sequence as well; the rest moves or hides text on a screen.
 _TABLE: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20)}
 _TABLE |= {0x7F: 0x2421}
-_TABLE |= dict.fromkeys((*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), "\ufffd")
+_TABLE |= dict.fromkeys(
+    (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), "\ufffd"
+)
 
 
 def clean(data: bytes | str, limit: int = 256) -> str:
@@ -22,14 +24,17 @@ def clean(data: bytes | str, limit: int = 256) -> str:
     What is not UTF-8 becomes U+FFFD, leading and trailing NULs go, control characters become visible
     ones. A text that was cut ends in "…".
     """
-    if isinstance(data, str):
-        # Undecodable bytes in a `str` from the operating system are lone surrogates.
-        try:
-            data = data.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:
-            data = data.encode("utf-8", "replace")
+    raw = _encoded(data) if isinstance(data, str) else data
     # A character has at most 4 bytes; one more character tells that there was more.
-    text = data.strip(b"\0")[: 4 * (limit + 1)].decode("utf-8", "replace")
+    text = raw.strip(b"\0")[: 4 * (limit + 1)].decode("utf-8", "replace")
     if not text.isprintable():
         text = text.translate(_TABLE)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        # Undecodable bytes in a `str` from the operating system are lone surrogates.
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")

@@ -62,7 +62,7 @@ struct totals {
 	u64 forks;
 	u64 execs;
 	u64 exits;
-	u64 changes; /* grows with everything that can change the slot's list of processes */
+	u64 changes;	/* grows with everything that can change the slot's list of processes */
 	u64 exec_limit; /* set by user space: executions up to this count are reported */
 	u64 unused[7];
 	struct counter_total counters[COUNTERS];

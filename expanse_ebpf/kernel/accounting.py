@@ -11,7 +11,7 @@ from expanse_ebpf.kernel import libbpf
 from expanse_ebpf.kernel.lifecycle import Configuration, Lifecycle
 
 # struct cpu_state of bpf/cpu_accounting.bpf.c.
-_STATE_SIZE = 248
+_STATE_SIZE = 256
 _SLOT_OFFSET = 8
 _ERRORS_OFFSET = 88
 _PENDING_OFFSET = 96

@@ -258,13 +258,13 @@ class Program:
 class Object:
     """A BPF object file: opened, set up, loaded. Use as a context manager or call close()."""
 
-    def __init__(self, name: str) -> None:
-        """Open `objects/NAME.MACHINE.bpf.o`; raises UnavailableError or BpfError."""
+    def __init__(self, name: str, folder: Path = OBJECTS) -> None:
+        """Open `NAME.MACHINE.bpf.o` in `folder`; raises UnavailableError or BpfError."""
         self.name = name
         self._pointer: int | None = None
         self.maps: dict[str, Map] = {}
         self.programs: dict[str, Program] = {}
-        path = OBJECTS / f"{name}.{os.uname().machine}.bpf.o"
+        path = folder / f"{name}.{os.uname().machine}.bpf.o"
         if not path.exists():
             raise UnavailableError(
                 f"{path.name} is not installed: build it with `python bpf/build_hook.py` or install the wheel"

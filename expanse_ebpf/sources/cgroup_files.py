@@ -28,9 +28,12 @@ def number(data: bytes) -> int | None:
 
 def field(data: bytes, key: bytes) -> int | None:
     """The number behind `key` at the beginning of a line: `KEY NUMBER…`."""
-    start = 0 if data.startswith(key + b" ") else data.find(b"\n" + key + b" ") + 1
-    if start == 0 and not data.startswith(key + b" "):
-        return None
+    if data.startswith(key + b" "):
+        start = 0
+    else:
+        start = data.find(b"\n" + key + b" ") + 1
+        if start == 0:
+            return None
     words = data[start + len(key) : start + len(key) + 64].split(None, 1)
     return number(words[0]) if words else None
 
@@ -178,4 +181,9 @@ class Rising:
             self._suspect = False
         else:
             self._suspect = True
+        return self._base + self._last
+
+    @property
+    def value(self) -> int:
+        """The figure after the last reading."""
         return self._base + self._last

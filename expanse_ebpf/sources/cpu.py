@@ -158,7 +158,9 @@ class CpuSource:
                 if (spec.name, cpu) in events.descriptors:
                     accounting.set_event(i, cpu, events.descriptors[spec.name, cpu])
         if events.missing:
-            self.unavailable["cpus"] = f"{len(events.missing)} CPUs are not counted: {next(iter(events.missing.values()))}"
+            self.unavailable["cpus"] = (
+                f"{len(events.missing)} CPUs are not counted: {next(iter(events.missing.values()))}"
+            )
         else:
             self.unavailable.pop("cpus", None)
         owners = owned_cpus(jobs, online) if self._config.mode != "hook" else None

@@ -36,7 +36,7 @@ def _counter(name: str) -> Callable[[Values], Any]:
 
 
 COLUMNS = (
-    Column("key", "JOB", 24, lambda j: text.clean(j["key"]), lambda j: j["key"], 0, right=False),
+    Column("key", "JOB", 24, lambda j: text.clean(j["key"]), lambda j: j["key"], -1, right=False),
     Column(
         "name",
         "NAME",

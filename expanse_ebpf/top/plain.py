@@ -20,18 +20,20 @@ def render(
     """
     locale = locale or Locale()
     jobs = columns.sort(snapshot["jobs"], sort)
-    head, foot = [headline(snapshot)], footer(snapshot)
+    foot = footer(snapshot)
+    gap = [] if height is not None and height < 12 else [""]
     room = len(jobs)
     if height is not None:
-        foot = foot[: max(1, height - 5)]
-        room = max(1, height - len(head) - len(foot) - 4)  # blank lines, titles, and the prompt below
+        foot = foot[: max(1, height // 6)]
+        # Less the first line, the titles, the line that says "more", and the prompt below.
+        room = max(1, height - 4 - 2 * len(gap) - len(foot))
     rows = jobs[:room]
-    lines = [*head, "", *_table(rows, width), ""]
-    if not jobs:
-        lines[2:3] = ["no jobs"]
-    elif len(jobs) > len(rows):
-        lines[-1] = f"… {len(jobs) - len(rows)} more"
-    lines += foot
+    lines = [headline(snapshot), *gap, *(_table(rows, width) if jobs else ["no jobs"])]
+    if len(jobs) > len(rows):
+        lines.append(f"… {len(jobs) - len(rows)} more")
+    lines += gap + foot
+    if height is not None:
+        lines = lines[: max(1, height - 1)]
     if width is not None:
         lines = [text.fit(line, width).rstrip() for line in lines]
     return "".join(locale.text(line.rstrip()) + "\n" for line in lines)

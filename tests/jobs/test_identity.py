@@ -1,6 +1,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from expanse_ebpf.errors import ConfigError
 from expanse_ebpf.jobs import identity as identity_module
-from expanse_ebpf.jobs.hierarchies import parse_proc_cgroup
+from expanse_ebpf.jobs.hierarchies import choose, mounted, parse_proc_cgroup
 from expanse_ebpf.jobs.identity import IdentityReader, matches, parse_key, parse_stat, parse_uid
 from expanse_ebpf.jobs.kubernetes import Pod
 from expanse_ebpf.jobs.paths import Place, parse
@@ -393,26 +395,69 @@ def test_names_that_protobuf_would_refuse(node):
     found.SerializeToString()
 
 
-def test_a_real_process(tmp_path):
-    """Against this machine's /proc: the process's own cgroup stands for the job's."""
+@pytest.fixture
+def real_job() -> Iterator[tuple[str, Path]]:
+    """A SLURM job's cgroups in the hierarchy that is preferred here: path and directory of a step."""
+    hierarchies = mounted()
+    name = choose({}, hierarchies)
+    hierarchy = next(h for h in hierarchies if h.name == name)
+    parts = [f"slurm_expanse-test-{os.getpid()}", "uid_1201", "job_77", "step_0"]
+    made = [Path(hierarchy.mount, *parts[: n + 1]) for n in range(len(parts))]
+    try:
+        for directory in made:
+            directory.mkdir()
+        path = hierarchy.path(str(made[-1]))
+        assert path is not None
+        yield path, made[-1]
+    finally:
+        for directory in reversed(made):
+            if directory.exists():
+                removed(directory)
+
+
+def removed(directory: Path) -> None:
+    for _ in range(100):  # EBUSY for a moment after the last process has gone
+        try:
+            directory.rmdir()
+            return
+        except OSError:
+            time.sleep(0.02)
+    directory.rmdir()
+
+
+def test_a_real_job(real_job):
+    path, directory = real_job
+    program = "import sys, time; sys.stdin.readline(); print(flush=True); time.sleep(60)"
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "real"},
+        env={
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NAME": "real",
+            "SLURM_ARRAY_JOB_ID": "70",
+            "SLURM_ARRAY_TASK_ID": "3",
+        },
     )
     try:
+        assert child.stdin is not None
         assert child.stdout is not None
-        child.stdout.readline()
-        own = max(parse_proc_cgroup(Path(f"/proc/{child.pid}/cgroup").read_text()).values(), key=len)
-        depth = len([part for part in own.split("/") if part])
         reader = IdentityReader()
-        process = reader._process(child.pid, own)
+        place = parse(path)
+        assert isinstance(place, Place)
+        run = directory.parent.stat().st_ino
+        before = reader.identify(place, path, run, str(directory.parent), [child.pid])
+        assert (before.id, before.uid, before.name) == ("77", 1201, "")  # it is not in the job yet
+        (directory / "cgroup.procs").write_text(str(child.pid))
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        found = reader.identify(place, path, run, str(directory.parent), [child.pid])
+        assert (found.name, found.array, found.run) == ("real", "70_3", run)
+        assert reader.complete(found)
+        process = reader._process(child.pid, path)
         assert process is not None
-        assert (process.uid, process.comm[:6]) == (os.getuid(), Path(sys.executable).name[:6])
-        if depth:  # a job always has a cgroup of its own
-            found = reader.identify(Place("slurm", "77", depth), own, 1, str(tmp_path), [child.pid])
-            assert (found.name, found.uid) == ("real", os.getuid())
-        assert reader._process(child.pid, f"{own}/not-there") is None
+        assert (process.uid, process.role) == (os.getuid(), "user")
     finally:
         child.kill()
         child.communicate()

@@ -1,0 +1,183 @@
+"""What a broken or hostile node sends must not reach others."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expanse_ebpf.wire.collector_pb2 import NodeIdentity, Report, Upstream
+from tests.controller.process import Client, Controller, client, node, report, up
+
+
+@pytest.fixture(scope="module")
+def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+    db = tmp_path_factory.mktemp("controller") / "reports.db"
+    with Controller(db, "--metrics-listen", "127.0.0.1:0") as running:
+        yield running
+        code, errors = running.terminate()
+        assert code == 0
+        assert "Traceback" not in errors
+
+
+@pytest.fixture(scope="module")
+def nodes(controller: Controller) -> Iterator[Client]:
+    with client(controller.address) as made:
+        yield made
+
+
+def metric(controller: Controller, name: str) -> float:
+    with urllib.request.urlopen(f"http://{controller.metrics}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def absurd_reports() -> dict[str, tuple[str, Report]]:
+    crowd = report(9)
+    for _ in range(10_000):
+        crowd.jobs.add()
+    other = report(9)
+    other.node.name = "somebody-else"
+    return {
+        "no sequence": ("sequence", report(0)),
+        "sequence past SQLite's range": ("sequence", report(2**63)),
+        "before 1970": ("time", report(9, time_ns=-5)),
+        "too many jobs": ("jobs", crowd),
+        "another node's": ("node", other),
+    }
+
+
+@pytest.mark.parametrize("case", absurd_reports())
+def test_absurd_report_is_counted_and_the_stream_goes_on(
+    case: str, controller: Controller, nodes: Client
+) -> None:
+    reason, absurd = absurd_reports()[case]
+    name = f'expanse_controller_reports_refused_total{{reason="{reason}"}}'
+    before = metric(controller, name)
+    sender = node(name=f"absurd-{abs(hash(case)) % 1000}", install=case.replace(" ", "-").replace("'", ""))
+    assert nodes.send(up(absurd), up(report(10)), hello=sender)[-1] == 10
+    assert metric(controller, name) == before + 1
+    assert nodes.snapshot(sender.install_id)[0].current.sequence == 10
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"scheduler": ""},
+        {"scheduler": "SLURM; DROP"},
+        {"id": ""},
+        {"id": "x" * 600},
+        {"id": "a\0b"},
+        {"name": "n" * 2000},
+        {"cgroup": "c" * 70_000},
+    ],
+    ids=lambda identity: "-".join(identity),
+)
+def test_absurd_job_is_left_out_and_the_others_stay(
+    identity: dict[str, str], controller: Controller, nodes: Client
+) -> None:
+    name = "expanse_controller_jobs_refused_total"
+    before = metric(controller, name)
+    sender = node(name="mixed", boot=f"boot-{before:.0f}")
+    made = report(1, **identity)
+    good = made.jobs.add(state=2)
+    good.identity.scheduler, good.identity.id, good.identity.run = "run", "good", 1
+    assert nodes.send(up(made), hello=sender) == [1]
+    assert metric(controller, name) == before + 1
+    (snapshot,) = nodes.snapshot("mixed")
+    assert [job.identity.id for job in snapshot.current.jobs] == ["good"]
+
+
+def test_figures_past_the_range_are_absent_not_wrong(nodes: Client) -> None:
+    made = report(1, id="huge", run=2**64 - 1)
+    made.jobs[0].memory_bytes = 2**64 - 1
+    made.jobs[0].io_read_bytes = 2**63 - 1
+    nodes.send(up(made), hello=node(name="huge", install="huge"))
+    series = nodes.series("slurm/huge", run=2**64 - 1, fields=["memory_bytes", "io_read_bytes"])
+    assert dict(series.points[0].values) == {"io_read_bytes": float(2**63 - 1)}
+    assert series.job.identity.run == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        NodeIdentity(),
+        NodeIdentity(name="n", install_id="i"),
+        NodeIdentity(name="n\n", install_id="i", boot_id="b"),
+        NodeIdentity(name="n" * 300, install_id="i", boot_id="b"),
+        NodeIdentity(name="n", install_id="../../etc", boot_id="b"),
+    ],
+)
+def test_hello_without_a_valid_identity_is_refused(hello: NodeIdentity, nodes: Client) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        nodes.send(hello=hello)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_report_before_hello_is_refused(nodes: Client) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        nodes.send(up(report(1)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Hello" in caught.value.details()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=300), max_size=5))
+def test_any_bytes_leave_the_stream_alive(nodes: Client, messages: list[bytes]) -> None:
+    last = up(report(2**62))
+    assert nodes.send(*messages, last, hello=node(name="fuzz", install="fuzz"))[-1] == 2**62
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_reports_with_flipped_bytes_leave_the_stream_alive(nodes: Client, data: st.DataObject) -> None:
+    raw = bytearray(up(report(1)))
+    for position in data.draw(st.lists(st.integers(0, len(raw) - 1), max_size=6)):
+        raw[position] = data.draw(st.integers(0, 255))
+    last = up(report(2**63 - 1))
+    assert nodes.send(bytes(raw), last, hello=node(name="flip", install="flip"))[-1] == 2**63 - 1
+
+
+def test_first_message_of_any_bytes_ends_only_that_stream(nodes: Client) -> None:
+    for raw in (b"", b"\xff", Upstream().SerializeToString(), b"\x0a\x05abc"):
+        with pytest.raises(grpc.RpcError):
+            nodes.send(raw)
+    assert nodes.send(up(report(1)), hello=node(name="after", install="after")) == [1]
+
+
+def test_installations_with_one_name_are_kept_apart(controller: Controller, nodes: Client) -> None:
+    for install, seconds in (("clone-a", 10), ("clone-b", 5000)):
+        made = [report(1, id="twin"), report(2, id="twin")]
+        for r in made:
+            r.jobs[0].cpu_ns = seconds + r.sequence
+        nodes.send(*map(up, made), hello=node(name="twin", install=install))
+    assert [s.current.node.install_id for s in nodes.snapshot("twin")] == ["clone-a", "clone-b"]
+    assert [s.current.node.install_id for s in nodes.snapshot("clone-b")] == ["clone-b"]
+    assert len(nodes.jobs(key="slurm/twin").jobs) == 2
+    for install in ("clone-a", "clone-b"):
+        assert metric(controller, f'expanse_node_identity_conflict{{install_id="{install}",node="twin"}}') == 1
+    points = nodes.series("slurm/twin", fields=["cpu_ns"]).points
+    assert [p.values["cpu_ns"] for p in points] in ([11, 12], [5001, 5002])
+
+
+def test_store_that_cannot_be_written_leaves_the_reports_with_the_node(tmp_path: Path) -> None:
+    db = tmp_path / "reports.db"
+    with Controller(db) as controller, client(controller.address) as sender:
+        sender.send(up(report(1)), hello=node())
+        blocker = sqlite3.connect(db, isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")  # the writer gives up waiting after 5 s
+        with pytest.raises(grpc.RpcError) as caught:
+            sender.send(up(report(2)), hello=node())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "store cannot be written" in caught.value.details()
+        blocker.execute("ROLLBACK")
+        blocker.close()
+        assert sender.send(up(report(2)), hello=node()) == [2]
