@@ -20,7 +20,7 @@ def node(number: int = 1) -> NodeIdentity:
 
 
 def report(sender: NodeIdentity, sequence: int, tick: int, jobs: int = 1, interval_s: float = 1.0) -> Report:
-    """The report of tick number `tick`: every figure that an agent can fill in, of magnitudes as in a day's run."""
+    """The report of tick number `tick`: every figure an agent fills in, of magnitudes as in a day's run."""
     noise = random.Random(tick)
     seconds = 40_000 + tick * interval_s
     made = Report(
@@ -73,13 +73,26 @@ def report(sender: NodeIdentity, sequence: int, tick: int, jobs: int = 1, interv
     host = made.host
     host.cpus_online, host.cpu_busy_ns, host.load_1m = 64, count(8e9), 7.5 + noise.random()
     host.memory_total_bytes, host.memory_available_bytes = 512 << 30, (400 << 30) + noise.randrange(1 << 30)
-    host.system.context_switches, host.system.run_ns, host.system.page_faults = count(3e3), count(3e8), count(500)
+    host.system.context_switches, host.system.run_ns, host.system.page_faults = (
+        count(3e3),
+        count(3e8),
+        count(500),
+    )
     own = made.collector
     own.version, own.cpu_mode = "0.1.0", "hook"
     own.cpu_ns, own.pss_bytes, own.rss_bytes = count(4e6), 46_137_344, 58_720_256
     own.tick_ns, own.events_submitted = 3_100_000 + noise.randrange(900_000), count(0.4)
-    for name in ("sched_switch", "cgroup_mkdir", "cgroup_rmdir", "process_exec", "process_fork", "process_exit"):
-        own.programs.add(name=name, run_ns=count(2e5), runs=count(6e3), measured_ns=int(seconds / 30) * SECOND)
+    for name in (
+        "sched_switch",
+        "cgroup_mkdir",
+        "cgroup_rmdir",
+        "process_exec",
+        "process_fork",
+        "process_exit",
+    ):
+        own.programs.add(
+            name=name, run_ns=count(2e5), runs=count(6e3), measured_ns=int(seconds / 30) * SECOND
+        )
     for name in ("cpu", "cgroup", "host"):
         own.sources.add(name=name, up=True, sample_ns=400_000 + noise.randrange(300_000))
     return made

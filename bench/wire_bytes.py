@@ -106,8 +106,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.directory or Path.cwd()) as directory:
         controller = subprocess.Popen(
-            [sys.executable, "-c", "from expanse_controller.cli import main; main()", "serve"]
-            + ["--listen", "127.0.0.1:0", "--db", f"{directory}/reports.db", "--parent-death"],
+            [
+                *f"{sys.executable} -m expanse_controller serve --listen 127.0.0.1:0 --parent-death --db".split(),
+                f"{directory}/reports.db",
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -122,17 +124,16 @@ def main() -> None:
 
 
 def measure(controller: int, target: tuple[str, int], options: argparse.Namespace) -> None:
+    address = f"{target[0]}:{target[1]}"
     sender = subprocess.Popen(
-        [sys.executable, "-m", "bench.wire_bytes", "--sender", "%s:%d" % target]
-        + ["--seconds", str(options.seconds), "--jobs", str(options.jobs)],
+        f"{sys.executable} -m bench.wire_bytes --sender {address} --seconds {options.seconds} "
+        f"--jobs {options.jobs}".split(),
         stdout=subprocess.PIPE,
         text=True,
     )
     nodes = [reports.node(n) for n in range(1, options.nodes)]  # the sender is one more
     relay = Relay(target)
-    streams = [
-        ControllerStream("%s:%d" % target if n else relay.address, node) for n, node in enumerate(nodes)
-    ]
+    streams = [ControllerStream(address if n else relay.address, node) for n, node in enumerate(nodes)]
     for stream in streams:
         stream.start()
     warm_up, tick = 5, 0
@@ -160,7 +161,11 @@ def measure(controller: int, target: tuple[str, int], options: argparse.Namespac
     jobs = f"{options.jobs} job{'s' if options.jobs > 1 else ''}"
     show(f"one report with {jobs}, serialised", f"{size} B", "-")
     show("sent by a node (stream)", f"{sent / elapsed / KIB:.2f} KiB/s", "1 KiB/s")
-    show("sent by a node (with frame headers)", f"{(sent + FRAME_BYTES * writes) / elapsed / KIB:.2f} KiB/s", "1 KiB/s")
+    show(
+        "sent by a node (with frame headers)",
+        f"{(sent + FRAME_BYTES * writes) / elapsed / KIB:.2f} KiB/s",
+        "1 KiB/s",
+    )
     show("received by a node (stream)", f"{received / elapsed / KIB:.2f} KiB/s", "-")
     show(
         f"controller, {options.nodes} nodes: written to disk, per node",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from expanse_controller.errors import ControllerError
 from expanse_controller.ingest import Figures
-from expanse_controller.presence import age_s, conflicts, is_silent
+from expanse_controller.presence import LISTED_S, age_s, conflicts, is_silent
 from expanse_controller.store import Boot, Store
 
 if TYPE_CHECKING:
@@ -20,7 +19,11 @@ if TYPE_CHECKING:
 
     from expanse_ebpf.wire.collector_pb2 import Report
 
-    Families = Callable[[Report], Iterable[Metric]]
+    class Families(Protocol):
+        """Turns a node's report into metrics; of a node that is not `up` only that it is not."""
+
+        def __call__(self, report: Report, /, *, up: bool = True) -> Iterable[Metric]:
+            """The families of `report`."""
 
 
 class ControllerCollector(Collector):
@@ -48,12 +51,12 @@ class ControllerCollector(Collector):
         merged: dict[str, Metric] = {}
         for boot in boots:
             newest = boot.newest
-            if newest is None or is_silent(newest, now):
+            if newest is None or age_s(newest, now) > LISTED_S:
                 continue
-            labels = {"node": boot.identity.name}
-            if boot.identity.name in shared:
-                labels["install_id"] = boot.identity.install_id
-            for family in self._families(newest.current):
+            # Of a silent node only that it is silent: its last figures are not repeated for ever.
+            up = not is_silent(newest, now)
+            labels = {"install_id": boot.identity.install_id} if boot.identity.name in shared else {}
+            for family in self._families(newest.current, up=up):
                 samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
                 if family.name in merged:
                     merged[family.name].samples += samples
@@ -125,16 +128,12 @@ def _about_nodes(boots: list[Boot], shared: set[str], now: int) -> Iterator[Metr
     yield from (age, skew, conflict)
 
 
-def serve(store: Store, figures: Figures, host: str, port: int) -> tuple[Any, int]:
-    """Answer scrapes on HOST:PORT in a thread; the server and its port. Raises ControllerError."""
-    from expanse_ebpf.export.prometheus import families
+def serve(store: Store, figures: Figures, address: str) -> int:
+    """Answer scrapes on HOST:PORT in a thread; the port. Raises ControllerError."""
+    from expanse_ebpf.export import prometheus
 
-    registry = CollectorRegistry()
-    registry.register(ControllerCollector(store, figures, families))
+    collector = ControllerCollector(store, figures, prometheus.families)
     try:
-        server, _ = start_http_server(port, host, registry)
-    except OSError as error:
-        raise ControllerError(
-            f"metrics cannot be served on {host}:{port}: {error.strerror}; give another --metrics-listen"
-        ) from None
-    return server, server.server_port
+        return prometheus.serve(address, collector, where="--metrics-listen")
+    except Exception as error:  # its class is the agent's, its text is for the operator
+        raise ControllerError(str(error)) from None

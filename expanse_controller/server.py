@@ -27,7 +27,7 @@ from expanse_controller.reader import Reader
 from expanse_controller.store import SETTLE_S, Store
 from expanse_ebpf.wire import transport
 
-STOP_S = 2.0
+GRACE_S = 0.1  # for the last acknowledgements
 UPKEEP_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ async def serve(
     reader: Reader | None = None
     writer = ThreadPoolExecutor(1, "store")
     asker = ThreadPoolExecutor(1, "query")
-    scrapes: Any = None
+    server: grpc.aio.Server | None = None
     tasks: list[asyncio.Task[None]] = []
     try:
         reader = Reader(db)
@@ -66,7 +66,7 @@ async def serve(
         port = _bind(server, *listen)
         metrics_at = ""
         if metrics_listen:
-            scrapes, metrics_port = metrics.serve(store, ingest.figures, *metrics_listen)
+            metrics_port = metrics.serve(store, ingest.figures, _text(*metrics_listen))
             metrics_at = _text(metrics_listen[0], metrics_port)
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -82,14 +82,11 @@ async def serve(
         ingest.stop()
         query.end()
         await committing
-        await asyncio.sleep(0)
-        await server.stop(0.1)
     finally:
+        if server is not None:
+            await server.stop(GRACE_S)
         for task in tasks:
             task.cancel()
-        if scrapes is not None:
-            scrapes.shutdown()
-            scrapes.server_close()
         writer.shutdown()
         asker.shutdown()
         if reader is not None:

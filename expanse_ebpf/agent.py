@@ -19,6 +19,7 @@ from expanse_ebpf.jobs import hierarchies
 from expanse_ebpf.jobs.identity import IdentityReader
 from expanse_ebpf.jobs.paths import UnitFilter
 from expanse_ebpf.jobs.table import JobTable
+from expanse_ebpf.kernel import libbpf
 from expanse_ebpf.kernel import lifecycle as kernel
 from expanse_ebpf.node_socket import NodeSocket
 from expanse_ebpf.ship.identity import node_identity
@@ -27,8 +28,10 @@ from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, ProcessesReply, Rep
 
 if TYPE_CHECKING:
     from expanse_ebpf.config import Config
+    from expanse_ebpf.jobs.adopt import Adoptions
     from expanse_ebpf.jobs.job import Job
     from expanse_ebpf.ship.client import ControllerStream
+    from expanse_ebpf.wire.collector_pb2 import JobSample
 
 _log = logging.getLogger(__name__)
 _RETRY_TICKS = 60  # how often a source that could not start is tried again
@@ -46,6 +49,7 @@ class Agent:
         self._stopping = False
         self._wake: tuple[int, int] | None = None
         self._lifecycle: kernel.Lifecycle | None = None
+        self._why_no_bpf = ""
         self._context = sources.Context(config, None)
         self._sources: list[sources.Source] = []
         self._down: dict[str, str] = {}  # sources that are not up, and why
@@ -64,7 +68,7 @@ class Agent:
         self._hierarchies = hierarchies.mounted()
         self._names = hierarchies.numbers()  # the kernel's number of a hierarchy to its name
         self._table = JobTable(self._hierarchies, IdentityReader(pods=pods, units=units), units)
-        self._adoptions: object | None = None
+        self._adoptions: Adoptions | None = None
         self._socket = NodeSocket(
             config.agent.socket,
             self._selector,
@@ -112,13 +116,14 @@ class Agent:
             self._selector.register(self._lifecycle.fd, selectors.EVENT_READ, self._events)
         except ExpanseError as error:
             self._lifecycle = None
-            _log.warning("%s; jobs are found by walking the cgroup tree, without CPU events", error)
+            self._why_no_bpf = _explain(error)
+            _log.warning("no CPU events, and jobs are found by walking the cgroup tree: %s", self._why_no_bpf)
         self._table.begin(telling, self._lifecycle)
         if self._lifecycle is not None:
             for job in self._table:
                 if job.slot is not None and job.identity.cgroup in carried:
                     self._lifecycle.slots.carry(job.slot, carried[job.identity.cgroup])
-        self._context = sources.Context(self.config, self._lifecycle)
+        self._context = sources.Context(self.config, self._lifecycle, self._why_no_bpf)
         wanted = [name for name, on in asdict(self.config.sources).items() if on]
         self._sources = sources.create(wanted, self._context)
         self._down = {}
@@ -220,6 +225,8 @@ class Agent:
                 self._begin(better)
         report = self._report(started)
         self._table.finish()
+        if self._adoptions is not None:
+            self._adoptions.remove_empty()
         self.newest = report
         self._socket.publish(report)
         if self._stream is not None:
@@ -256,7 +263,7 @@ class Agent:
         return report
 
     def _sample(
-        self, source: sources.Source, now: float, samples: list[tuple[Job, sources.JobSample]], report: Report
+        self, source: sources.Source, now: float, samples: list[tuple[Job, JobSample]], report: Report
     ) -> None:
         if source.name in self._down:
             if report.sequence % _RETRY_TICKS == 0:
@@ -325,6 +332,15 @@ class Agent:
     def _run_for_user(self, name: str, pid: int, uid: int) -> RunReply:
         from expanse_ebpf.jobs.adopt import Adoptions
 
-        if not isinstance(self._adoptions, Adoptions):
+        if self._adoptions is None:
             self._adoptions = Adoptions()
         return RunReply(cgroup=self._adoptions.adopt(name, pid, uid)[0])
+
+
+def _explain(error: ExpanseError) -> str:
+    """Why the BPF programs are not loaded, with the remedy."""
+    if not isinstance(error, libbpf.BpfError):
+        return str(error)
+    from expanse_ebpf.kernel import probe
+
+    return f"{error.what}: {probe.explain(error.errno)}"

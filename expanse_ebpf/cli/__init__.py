@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
+import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -48,12 +49,17 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Parse the arguments, which for --help and --version is all there is to do."""
+        with _ends():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it; Ctrl-C ends it with the usual exit code and without a word."""
-        try:
+        """Run the subcommand."""
+        with _ends():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.exceptions.Exit(INTERRUPTED) from None
 
     def main(
         self,
@@ -70,7 +76,7 @@ class Commands(click.Group):
         sys.exit(_exit_code(lambda: super(Commands, self).main(args, PROGRAM, complete_var, False, **extra)))
 
 
-def _exit_code(call: Any) -> int:
+def _exit_code(call: Callable[[], Any]) -> int:
     try:
         code = call()
         _flush()
@@ -85,20 +91,34 @@ def _exit_code(call: Any) -> int:
     except click.ClickException as error:
         _complain(error.format_message())
         return error.exit_code
+    except click.exceptions.Exit as end:
+        return end.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except OSError as error:
-        if error.errno != errno.EPIPE:
-            raise
-        # Whoever read the output has enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     return code if isinstance(code, int) else 0
 
 
 def _flush() -> None:
     if sys.stdout is not None:
-        sys.stdout.flush()
+        with _ends():
+            sys.stdout.flush()
+
+
+@contextmanager
+def _ends() -> Iterator[None]:
+    """Two ways to end that are no errors: Ctrl-C, and a reader of the output who has enough."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(1, 0)
+        if not any(events & select.POLLERR for _, events in output.poll(0)):
+            raise  # it was another pipe
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise click.exceptions.Exit(0) from None
 
 
 def _complain(message: str) -> None:

@@ -104,9 +104,9 @@ def command(name: str, user: bool, rest: str, socket: str | None, cmd: tuple[str
     when it is not found, 126 when it cannot be executed, 125 when no cgroup can be had.
 
     The job lasts as long as one of its processes. What CMD leaves behind (a daemon, say) is left alone:
-    it stays the job run/NAME, and its empty cgroup goes with the next `run` of that name or, with
-    --user, by the agent. `--rest wait` stays until all have ended and passes signals on to them;
-    `--rest kill` ends them, first by SIGTERM, 5 s later by SIGKILL.
+    it stays the job run/NAME, and its empty cgroup is removed by the agent or by the next `run`.
+    `--rest wait` stays until all have ended and passes signals on to them; `--rest kill` ends them,
+    first by SIGTERM, 5 s later by SIGKILL.
     """
     place = _place(name, user, socket)
     sys.exit(_supervise(place, name, cmd, rest))
@@ -275,7 +275,7 @@ def _finish(place: Place, name: str, rest: str) -> None:
         )
         place.close()
     elif still := place.discard(launch.SETTLE_S):
-        _note(f"the job's cgroup {still[0]} cannot be removed yet; the next `run --name {name}` will do so")
+        _note(f"the job's cgroup {still[0]} cannot be removed yet; the next `run` will do so")
 
 
 def _pids(pids: Iterable[int]) -> str:

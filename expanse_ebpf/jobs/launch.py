@@ -131,6 +131,26 @@ def _claim(path: str) -> int:
     raise taken
 
 
+def sweep(hierarchies: Iterable[Hierarchy]) -> list[str]:
+    """Remove what killed or finished runs left at the top of the hierarchies; the directories that went.
+
+    A directory that somebody works on is locked, and one with a process in it cannot be removed.
+    """
+    removed: list[str] = []
+    for hierarchy in hierarchies:
+        with contextlib.suppress(OSError), os.scandir(hierarchy.mount) as entries:
+            for path in [entry.path for entry in entries if entry.name.startswith(paths.RUN_PREFIX)]:
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        if not pids_of([path]) and not remove([path], 0):
+                            removed.append(path)
+                    finally:
+                        os.close(descriptor)
+    return removed
+
+
 class Cgroups:
     """The cgroups of one job, one per hierarchy, locked until `close`."""
 
@@ -247,6 +267,8 @@ def parents(
 def for_root(name: str) -> Cgroups:
     """Cgroups at the top of every hierarchy; raises LaunchError, ConfigError or UnavailableError."""
     hierarchies = mounted()
+    paths.run_component(name)
+    sweep(hierarchies)
     for hierarchy in hierarchies:
         if hierarchy.version == 2:
             enable_controllers(hierarchy.mount)

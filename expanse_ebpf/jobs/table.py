@@ -22,6 +22,7 @@ from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JOB_STATE_STARTING
 
 _START_TICKS = 60  # a cgroup without any process for so long is taken for left over
 _IDENTITY_TRIES = 10
+_SETTLING = 4  # first looks at a job: its processes may still be on their way to their user
 _MAX_ELSEWHERE = 16384
 
 
@@ -132,7 +133,7 @@ class JobTable:
             seen = self._elsewhere[name] = {}
             for path, _ in self._walk(hierarchy):
                 self._see_elsewhere(seen, path)
-            counts[name] = len(set(seen.values()))
+            counts[name] = self._lively(name)
         return hierarchies.choose(counts, list(self._hierarchies.values()))
 
     def better_hierarchy(self) -> str | None:
@@ -140,12 +141,23 @@ class JobTable:
         known = {(job.identity.scheduler, entry.place.id) for job, entry in self._entries.items()}
         unmatched = any(key not in known for seen in self._elsewhere.values() for key in seen.values())
         self._unmatched_ticks = self._unmatched_ticks + 1 if unmatched else 0
-        if self._unmatched_ticks < 3:
+        # Rarely after the first time: what stays unmatched may be left over from former jobs.
+        if self._unmatched_ticks != 3 and (self._unmatched_ticks == 0 or self._unmatched_ticks % 30):
             return None
-        counts = {name: len(set(seen.values())) for name, seen in self._elsewhere.items()}
-        counts[self._telling] = len(known)
+        counts = {name: self._lively(name) for name in self._elsewhere}
+        counts[self._telling] = sum(1 for _ in self)
         chosen = hierarchies.choose(counts, list(self._hierarchies.values()))
         return chosen if counts.get(chosen, 0) > counts[self._telling] else None
+
+    def _lively(self, name: str) -> int:
+        """How many of the jobs seen in another hierarchy have a process there."""
+        hierarchy = self._hierarchies[name]
+        lively = set()
+        for path, key in self._elsewhere.get(name, {}).items():
+            directory = hierarchy.directory(path)
+            if directory is not None and any(_pids(folder) for folder, _, _ in os.walk(directory)):
+                lively.add(key)
+        return len(lively)
 
     def begin(self, telling: str, accounts: Accounts | None) -> None:
         """(Re)start with jobs told apart in `telling`; jobs that are known keep their identity."""
@@ -394,8 +406,11 @@ class JobTable:
             entry.dormant = False
         elif before == JOB_STATE_STARTING and job.state == JOB_STATE_STARTING:
             entry.looks = max(entry.looks, 1)
-        if roles and entry.tries < _IDENTITY_TRIES and not self._identities.complete(job.identity):
+        incomplete = entry.tries < _IDENTITY_TRIES and not self._identities.complete(job.identity)
+        if roles and (incomplete or entry.tries < _SETTLING):
             self._identify(job, entry, sorted(roles))
+            if entry.tries < _SETTLING:
+                entry.looks = max(entry.looks, 1)
 
     def _identify(self, job: Job, entry: _Entry, pids: Sequence[int]) -> None:
         entry.tries += 1

@@ -30,6 +30,7 @@ class BpfError(UnavailableError):
 
     def __init__(self, what: str, code: int, log: str = "") -> None:
         super().__init__(f"{what}: {os.strerror(code)} ({errno.errorcode.get(code, code)})")
+        self.what = what
         self.errno = code
         self.log = log
 

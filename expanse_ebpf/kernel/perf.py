@@ -19,9 +19,7 @@ from typing import NamedTuple, Protocol
 
 from expanse_ebpf.config import COUNTERS
 
-ONLINE_CPUS = "/sys/devices/system/cpu/online"
 SYSCALLS = {"x86_64": 298, "aarch64": 241}
-MAX_CPUS = 8192  # the kernel's own bound (CONFIG_NR_CPUS) on both machines
 
 TYPE_HARDWARE, TYPE_SOFTWARE = 0, 1
 FORMAT_ENABLED, FORMAT_RUNNING = 1, 2
@@ -131,29 +129,6 @@ def reason(error: OSError) -> str:
     if code == errno.EBUSY:
         return "busy(EBUSY): another tool holds the counter exclusively"
     return f"failed({name}): {error.strerror or 'unknown error'}"
-
-
-def parse_cpu_list(text: str) -> list[int]:
-    """CPU numbers of a kernel list such as `0-3,8-11,64`, rising; what is not a number is left out."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isascii() and first.isdigit() and len(first) < 6):
-            continue
-        if dash and not (last.isascii() and last.isdigit() and len(last) < 6):
-            continue
-        cpus.update(range(int(first), min(int(last) if dash else int(first), MAX_CPUS - 1) + 1))
-    return sorted(cpus)
-
-
-def online_cpus(path: str = ONLINE_CPUS) -> list[int]:
-    """The CPUs that are online now; those that this process may use where sysfs is not mounted."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            cpus = parse_cpu_list(file.read(4096))
-    except OSError:
-        cpus = []
-    return cpus or sorted(os.sched_getaffinity(0))
 
 
 class OpenCounters:

@@ -15,7 +15,7 @@ from expanse_ebpf import config as configuration
 from expanse_ebpf.config import Config
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.jobs import hierarchies
-from expanse_ebpf.kernel import features, libbpf, perf
+from expanse_ebpf.kernel import cpus, features, libbpf, perf
 from expanse_ebpf.kernel.features import Finding
 
 BTF = "/sys/kernel/btf/vmlinux"
@@ -111,7 +111,7 @@ def findings(config: Config) -> list[Finding]:
     found = [features.kernel(release, machine)]
     has_btf = Path(BTF).exists()
     found.append(features.btf(has_btf))
-    found += _bpf_findings(release, machine, effective, status)
+    found += _bpf_findings(machine)
     found.append(_cgroups())
     counters = config.cpu.counters
     found.append(features.pmu(perf.self_test(counters)))
@@ -122,7 +122,7 @@ def findings(config: Config) -> list[Finding]:
     may_raise = "CAP_SYS_RESOURCE" not in features.absent_capabilities(effective)
     found.append(features.memlock(release, *resource.getrlimit(resource.RLIMIT_MEMLOCK), may_raise))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found.append(features.descriptors(*files, len(perf.online_cpus()), len(counters), may_raise))
+    found.append(features.descriptors(*files, len(cpus.online()), len(counters), may_raise))
     found.append(features.unprivileged_bpf(_number("/proc/sys/kernel/unprivileged_bpf_disabled")))
     found.append(features.pid_namespace(_inode("/proc/self/ns/pid"), _levels(status)))
     found.append(features.user_namespace(_inode("/proc/self/ns/user")))
@@ -147,17 +147,20 @@ def _levels(status: str) -> int:
     return len(line.split()) - 1
 
 
-def _bpf_findings(release: str, machine: str, effective: int, status: str) -> list[Finding]:
-    def explain(code: int) -> str:
-        return features.explain_load_error(
-            code,
-            release,
-            effective,
-            read("/sys/kernel/security/lockdown"),
-            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-            _filtered(status),
-        )
+def explain(code: int) -> str:
+    """Cause and remedy, here and now, of error `code` from loading BPF programs."""
+    status = read("/proc/self/status") or ""
+    return features.explain_load_error(
+        code,
+        platform.release(),
+        features.parse_capabilities(status),
+        read("/sys/kernel/security/lockdown"),
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        _filtered(status),
+    )
 
+
+def _bpf_findings(machine: str) -> list[Finding]:
     try:
         version: str | None = libbpf.version()
     except UnavailableError:

@@ -148,10 +148,11 @@ class ControllerStream:
             ended.set()
         try:
             call.initial_metadata()
-            with self._changed:
-                self._connected = True
-                self._progress = time.monotonic()
-                self._state = f"connected to controller {self.address}"
+            if call.is_active():  # a call that has failed has no metadata either
+                with self._changed:
+                    self._connected = True
+                    self._progress = time.monotonic()
+                    self._state = f"connected to controller {self.address}"
             while True:
                 self._wait_until_owed(ended)
                 self._acknowledge(next(call).acknowledgement.sequence)

@@ -10,7 +10,7 @@ _CAUSES = (
     ("Network is unreachable", "network is unreachable"),
     ("No route to host", "no route to host"),
     ("Deadline Exceeded", "no answer in time"),
-    ("too_many_pings", "it allows fewer keepalive pings than are sent"),
+    ("Too many pings", "it allows fewer keepalive pings than are sent"),
     ("Timeout", "no answer in time"),
     ("timed out", "no answer in time"),
     ("Connection reset", "connection closed"),

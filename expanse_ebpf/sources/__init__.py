@@ -34,6 +34,7 @@ class Context:
 
     config: Config
     lifecycle: Lifecycle | None  # None: the BPF programs are not loaded
+    why_no_bpf: str = ""
     overflow: list[Job] = field(default_factory=list)  # jobs past `agent.max_jobs` in this tick
 
 

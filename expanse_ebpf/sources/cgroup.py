@@ -2,9 +2,9 @@
 
 CPU time, memory, I/O, throttling and pressure of v2, v1 and hybrid hosts. Where both worlds have a
 figure, v2's is taken. Files that move all the time are read every tick through descriptors that stay
-open, one system call each; those that change seldom or make the kernel work (limits, memory.stat,
-pressure, OOM kills) every `SLOW_S` seconds, spread over the jobs so that ticks are even, and carried
-along in between.
+open, one system call each; those that change seldom or make the kernel work (memory.stat, peak,
+pressure, OOM kills) every `SLOW_S` seconds, limits every `LIMITS_S`, spread over the jobs so that ticks
+are even; they are carried along in between.
 
 A reason in `JobSample.unavailable` stands for a group of figures: `cpu`, `memory`, `io`, `throttling`,
 `pressure`, or `cgroup` for all of them.
@@ -25,11 +25,12 @@ from expanse_ebpf.sources.cgroup_limits import Limits, cfs_quota, contents, cpu_
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JobSample
 
 if TYPE_CHECKING:
-    from expanse_ebpf.config import Config
     from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.sources import Context
     from expanse_ebpf.wire.collector_pb2 import Report
 
 SLOW_S = 5.0
+LIMITS_S = 20.0
 _REOPEN_EVERY = 12  # slow turns after which files that were missing are looked for again
 _READ = 16384
 _DESCRIPTORS = 65536
@@ -98,17 +99,17 @@ _SLOW = (
 # Group, the field that tells whether it is known, the hierarchies that can have it, what is wanted there.
 _GROUPS = (
     ("cpu", "cpu_ns", ("unified", "cpuacct"), "CPU time"),
-    ("memory", "memory_bytes", ("unified", "memory"), "memory controller"),
-    ("io", "io_read_bytes", ("unified", "blkio"), "io controller"),
-    ("throttling", "throttled_periods", ("unified", "cpu"), "cpu controller"),
-    ("pressure", "cpu_pressure", ("unified",), "pressure files"),
+    ("memory", "memory_bytes", ("unified", "memory"), "memory figures"),
+    ("io", "io_read_bytes", ("unified", "blkio"), "I/O counters"),
+    ("throttling", "throttled_periods", ("unified", "cpu"), "throttling counters"),
+    ("pressure", "cpu_pressure", ("unified",), "pressure figures"),
 )
 _HIERARCHIES = frozenset(name for group in _GROUPS for name in group[2])
 
 
-def create(config: Config) -> CgroupSource:
-    """The source as `config` wants it."""
-    return CgroupSource(config.agent.interval_s)
+def create(context: Context) -> CgroupSource:
+    """The source as the configuration wants it."""
+    return CgroupSource(context.config.agent.interval_s)
 
 
 class CgroupSource:
@@ -123,7 +124,7 @@ class CgroupSource:
         self._seen = 0
         self._jobs: dict[Job, _Files] = {}
         self._fast = _fast(Devices().stacked)
-        self._limits = Limits(self._slow_every)
+        self._limits = Limits(max(1, round(LIMITS_S / interval_s)))
 
     def start(self) -> None:
         """Allow as many descriptors as the node's jobs need."""
@@ -278,13 +279,16 @@ class _Files:
             self.read()
         self._take(_SLOW_GAUGES, (None,) * len(_SLOW_GAUGES))
         supplied: set[str] = set()
+        useful = []  # files that are missing are left alone until everything is opened anew
         for form in self._slow:
             if supplied.issuperset(form.fields):
                 continue
             data = contents(f"{self._directories[form.hierarchy]}/{form.file}")
             if data is not None:
+                useful.append(form)
                 self._take(tuple("" if n in supplied else n for n in form.fields), form.parse(data))
                 supplied.update(form.fields)
+        self._slow = useful
         unified, cpu, memory = (self._directories.get(name) for name in ("unified", "cpu", "memory"))
         if unified and (limit := limits.tightest(unified, memory_max)) is not None:
             self._figures.memory_limit_bytes = int(limit)
@@ -340,12 +344,19 @@ class _Files:
 
 
 def _given(form: Form, fd: int) -> set[str]:
-    """The fields that the file really has; none when it cannot be read."""
+    """The fields that the file really has; none when it cannot be read.
+
+    Files of I/O name a device only once it was used, so they have what they can have.
+    """
     try:
         values = form.parse(os.pread(fd, _READ, 0))
     except OSError:
         return set()
-    return {name for name, value in zip(form.fields, values, strict=True) if value is not None}
+    return {
+        name
+        for name, value in zip(form.fields, values, strict=True)
+        if value is not None or form.group == "io"
+    }
 
 
 def _tree(directory: str, most: int) -> list[str]:

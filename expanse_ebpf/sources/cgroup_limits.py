@@ -34,6 +34,7 @@ class Limits:
     def __init__(self, lifetime: int) -> None:
         self.tick = 0
         self._lifetime = lifetime
+        # The tick in which to read again, and what was read.
         self._read: dict[tuple[str, Callable[[str], float | None]], tuple[int, float | None]] = {}
 
     def tightest(self, directory: str, read: Callable[[str], float | None]) -> float | None:
@@ -41,8 +42,8 @@ class Limits:
         best: float | None = None
         for path in _upwards(directory):
             known = self._read.get((path, read))
-            if known is None or self.tick - known[0] >= self._lifetime:
-                known = self._read[path, read] = (self.tick, read(path))
+            if known is None or self.tick >= known[0]:
+                known = self._read[path, read] = (self.tick + self._lifetime, read(path))
             if known[1] is not None and (best is None or known[1] < best):
                 best = known[1]
         return best
@@ -50,7 +51,7 @@ class Limits:
     def prune(self, jobs: int) -> None:
         """Forget directories that nobody asked for lately."""
         if len(self._read) > 12 * jobs + 64:
-            self._read = {k: v for k, v in self._read.items() if self.tick - v[0] < self._lifetime}
+            self._read = {k: v for k, v in self._read.items() if self.tick < v[0]}
 
 
 def _upwards(directory: str) -> Iterator[str]:

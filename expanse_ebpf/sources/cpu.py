@@ -43,6 +43,7 @@ class CpuSource:
         self._config = context.config.cpu
         self._overflow = context.overflow
         self._lifecycle = context.lifecycle
+        self._why_no_bpf = context.why_no_bpf
         self._specs = specs
         self.unavailable: dict[str, str] = {}
         self.mode = "off"
@@ -56,7 +57,7 @@ class CpuSource:
     def start(self) -> None:
         """Load the accounting program and open the counters."""
         if self._lifecycle is None:
-            raise UnavailableError("the BPF programs are not loaded; see `expanse-ebpf check`")
+            raise UnavailableError(self._why_no_bpf)
         wanted = [s for name, s in zip(COUNTERS, self._specs, strict=True) if name in self._config.counters]
         for name in COUNTERS:
             if name not in self._config.counters:

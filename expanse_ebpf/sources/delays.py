@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +18,8 @@ from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.jobs.processes import in_cgroup
 
 if TYPE_CHECKING:
-    from expanse_ebpf.config import Config
     from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.sources import Context
     from expanse_ebpf.wire.collector_pb2 import JobSample, Report
 
 SWITCH = "/proc/sys/kernel/task_delayacct"
@@ -37,21 +38,21 @@ class Taken(NamedTuple):
 
     delays: tuple[int, int, int, int]  # CPU, block I/O, swap, memory reclaim
     age_us: int
+    # Whether it waited for anything but a CPU. The kernel tells of that wait always, of the others only
+    # for processes that began after the switch was set, and for the rest it says 0.
+    other: bool
 
 
 def decode(stats: bytes) -> Taken | None:
-    """A `struct taskstats` of any version; None where the kernel kept no account of the process."""
+    """A `struct taskstats` of any version; None where it is too old (before 7) or says nothing."""
     # Version 15 alone put a longest and a shortest delay behind each total; 16 moved them to the end.
     inserted = 16 if stats[:2] == struct.pack("=H", 15) else 0
     places = (24, 40 + inserted, 56 + 2 * inserted, 320 + 3 * inserted)
-    if len(stats) < places[-1] + 8:
-        return None
-    # A process that has run got on a CPU at least once: no count means that it began before the
-    # account was switched on.
-    if not _long(stats, 16):
+    if len(stats) < places[-1] + 8 or not _long(stats, 16):  # never on a CPU
         return None
     cpu, block_io, swap_in, reclaim = (_long(stats, place) for place in places)
-    return Taken((cpu, block_io, swap_in, reclaim), _long(stats, 144 + 3 * inserted))
+    other = any(_long(stats, place - 8) for place in places[1:])
+    return Taken((cpu, block_io, swap_in, reclaim), _long(stats, 144 + 3 * inserted), other)
 
 
 def _long(stats: bytes, place: int) -> int:
@@ -86,9 +87,9 @@ def _attribute(data: bytes, wanted: int) -> bytes:
     return b""
 
 
-def create(config: Config) -> DelaysSource:
-    """The source as `config` wants it."""
-    return DelaysSource(config.agent.interval_s)
+def create(context: Context) -> DelaysSource:
+    """The source as the configuration wants it."""
+    return DelaysSource(context.config.agent.interval_s)
 
 
 class DelaysSource:
@@ -100,6 +101,7 @@ class DelaysSource:
         self.unavailable: dict[str, str] = {}
         self._every = max(1, round(TURN_S / interval_s))
         self._tick = 0
+        self._on_since = 0.0  # monotonic time since which the switch is known to be set
         self._socket: socket.socket | None = None
         self._question = b""
         self._jobs: dict[Job, _JobDelays] = {}
@@ -109,6 +111,7 @@ class DelaysSource:
         reason = _switched_off()
         if reason:
             raise UnavailableError(f"delays: {reason}")
+        self._on_since = time.monotonic()
         try:
             from pyroute2.netlink.exceptions import NetlinkError
             from pyroute2.netlink.taskstats import TASKSTATS_CMD_GET, TaskStats, tcmd
@@ -158,6 +161,7 @@ class DelaysSource:
         reason = _switched_off()
         if reason:
             self.unavailable["delays"] = reason
+            self._on_since = now
         else:
             self.unavailable.pop("delays", None)
         turn = self._tick % self._every
@@ -165,14 +169,14 @@ class DelaysSource:
             known = self._jobs.get(job)
             if known is None or (not reason and index % self._every == turn):
                 known = self._jobs.setdefault(job, _JobDelays())
-                self._turn(job, known)
+                self._turn(job, known, (now - self._on_since) * 1e6)
             known.fill(sample)
         if len(self._jobs) > len(jobs):
             for gone in self._jobs.keys() - {job for job, _ in jobs}:
                 del self._jobs[gone]
         self._tick += 1
 
-    def _turn(self, job: Job, known: _JobDelays) -> None:
+    def _turn(self, job: Job, known: _JobDelays, on_us: float) -> None:
         pids = job.pids or frozenset()
         known.forget(pids)
         for pid in sorted(pids)[:_MOST_PROCESSES]:
@@ -181,7 +185,7 @@ class DelaysSource:
                 # A pid that was used anew since the processes were listed lies in another cgroup.
                 if known.is_new(pid, taken := decode(stats)) and not in_cgroup(pid, job.identity.cgroup):
                     continue
-                known.take(pid, taken)
+                known.take(pid, taken, on_us)
             except ProcessLookupError:
                 continue
             except OSError as error:
@@ -208,26 +212,29 @@ class DelaysSource:
 class _JobDelays:
     """What one job's processes have waited, those that are gone included."""
 
-    __slots__ = ("_gone", "_live", "_told")
+    __slots__ = ("_gone", "_live", "_told", "_told_other")
 
     def __init__(self) -> None:
         self._live: dict[int, Taken] = {}
         self._gone: tuple[int, ...] = _NONE
-        self._told = False  # whether the kernel has told anything yet
+        self._told = False  # whether the kernel has told of a wait for a CPU yet
+        self._told_other = False  # and of the other waits
 
     def is_new(self, pid: int, taken: Taken | None) -> bool:
         """Whether `taken` is of a process that was not seen before under this pid."""
         before = self._live.get(pid)
         return before is None or (taken is not None and taken.age_us < before.age_us)
 
-    def take(self, pid: int, taken: Taken | None) -> None:
-        """Keep the newest word about a process."""
+    def take(self, pid: int, taken: Taken | None, on_us: float) -> None:
+        """Keep the newest word about a process; the switch is known to have been set for `on_us`."""
         if taken is None:
             return
         if self.is_new(pid, taken):
             self._retire(pid)
         self._live[pid] = taken
         self._told = True
+        if taken.other or taken.age_us < on_us:
+            self._told_other = True
 
     def forget(self, pids: frozenset[int]) -> None:
         """Move processes that are not in `pids` any more to those that are gone."""
@@ -242,15 +249,19 @@ class _JobDelays:
     def fill(self, sample: JobSample) -> None:
         """Write the sums into `sample`, or why there are none."""
         if not self._told:
-            sample.unavailable["delays"] = (
-                "no account of its processes (kernel.task_delayacct came later, or no rights)"
-            )
+            sample.unavailable["delays"] = "no word of its processes"
             return
-        delays = sample.delays
-        delays.cpu_ns, delays.block_io_ns, delays.swap_in_ns, delays.memory_reclaim_ns = (
+        cpu, block_io, swap_in, reclaim = (
             sum(column)
             for column in zip(self._gone, *(taken.delays for taken in self._live.values()), strict=True)
         )
+        sample.delays.cpu_ns = cpu
+        if self._told_other:
+            sample.delays.block_io_ns = block_io
+            sample.delays.swap_in_ns = swap_in
+            sample.delays.memory_reclaim_ns = reclaim
+        else:
+            sample.unavailable["delays"] = "its processes may be older than kernel.task_delayacct=1"
 
 
 def _switched_off() -> str:

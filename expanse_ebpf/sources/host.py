@@ -15,8 +15,8 @@ from expanse_ebpf.kernel.cpus import ONLINE, parse_cpu_list
 from expanse_ebpf.sources.cgroup_files import Rising, field, number
 
 if TYPE_CHECKING:
-    from expanse_ebpf.config import Config
     from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.sources import Context
     from expanse_ebpf.wire.collector_pb2 import JobSample, Report
 
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -56,8 +56,8 @@ def load(loadavg: bytes) -> float | None:
     return None
 
 
-def create(config: Config) -> HostSource:
-    """The source as `config` wants it."""
+def create(context: Context) -> HostSource:
+    """The source as the configuration wants it."""
     return HostSource()
 
 

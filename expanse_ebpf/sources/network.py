@@ -18,8 +18,8 @@ from expanse_ebpf.sources.link_statistics import Counts, Links, open_socket
 from expanse_ebpf.wire.collector_pb2 import NetworkCounters
 
 if TYPE_CHECKING:
-    from expanse_ebpf.config import Config
     from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.sources import Context
     from expanse_ebpf.wire.collector_pb2 import JobSample, Report
 
 _FIELDS = (
@@ -33,9 +33,9 @@ _FIELDS = (
 _RECHECK_S = 5.0  # a process can change its namespace while it lives
 
 
-def create(config: Config) -> NetworkSource:
-    """The source as `config` wants it."""
-    return NetworkSource(config.agent.interval_s)
+def create(context: Context) -> NetworkSource:
+    """The source as the configuration wants it."""
+    return NetworkSource(context.config.agent.interval_s)
 
 
 class NetworkSource:

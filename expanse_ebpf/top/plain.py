@@ -94,11 +94,11 @@ def trouble(snapshot: Values) -> list[str]:
         for s in collector["sources"]
         if not s["up"]
     ]
-    lines += [
-        f"{text.clean(part)} unavailable: {text.clean(reason)}"
-        for s in collector["sources"]
-        for part, reason in sorted(s["unavailable"].items())
-    ]
+    missing: dict[str, list[str]] = {}  # by reason, which many parts may share
+    for source in collector["sources"]:
+        for part, reason in sorted(source["unavailable"].items()):
+            missing.setdefault(reason, []).append(part)
+    lines += [f"not known: {text.clean(', '.join(p))}: {text.clean(r)}" for r, p in missing.items()]
     for field, words in (
         ("events_lost", "lifecycle events lost"),
         ("reports_dropped", "reports dropped before the controller took them"),

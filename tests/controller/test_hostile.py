@@ -163,7 +163,9 @@ def test_installations_with_one_name_are_kept_apart(controller: Controller, node
     assert [s.current.node.install_id for s in nodes.snapshot("clone-b")] == ["clone-b"]
     assert len(nodes.jobs(key="slurm/twin").jobs) == 2
     for install in ("clone-a", "clone-b"):
-        assert metric(controller, f'expanse_node_identity_conflict{{install_id="{install}",node="twin"}}') == 1
+        assert (
+            metric(controller, f'expanse_node_identity_conflict{{install_id="{install}",node="twin"}}') == 1
+        )
     points = nodes.series("slurm/twin", fields=["cpu_ns"]).points
     assert [p.values["cpu_ns"] for p in points] in ([11, 12], [5001, 5002])
 

@@ -111,6 +111,32 @@ def test_a_stale_cgroup_is_made_anew(name: str) -> None:
     second.discard()
 
 
+def test_a_sweep_takes_what_is_neither_locked_nor_lived_in(
+    name: str, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    cgroups = launch.for_root(name)
+    assert not set(launch.sweep(mounted())) & set(cgroups.directories)  # locked
+    process = start("sleep", "60")
+    cgroups.join(process.pid)
+    cgroups.close()
+    assert not set(launch.sweep(mounted())) & set(cgroups.directories)  # lived in
+    process.kill()
+    process.wait()
+
+    def swept() -> bool:
+        launch.sweep(mounted())
+        return not everywhere(f"expanse-run-{name}")
+
+    eventually(swept)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_what_cannot_be_made_is_left_out(name: str, tmp_path: Path) -> None:
     unified = next(h.mount for h in mounted() if h.version == 2)
     cgroups = Cgroups(name, ["/proc/self", unified], "help yourself")

@@ -299,8 +299,9 @@ def test_after_lost_events_the_tree_is_compared(node: Node) -> None:
 
 def test_the_hierarchy_that_tells_jobs_apart_is_found_by_looking(tmp_path: Path) -> None:
     node = Node(tmp_path, ("unified", "freezer"))
-    node.lay("/slurm_n1/uid_0/job_1/step_batch", hierarchy="freezer")
-    node.lay("/slurm_n1/uid_0/job_2/step_batch", hierarchy="freezer")
+    node.lay("/slurm_n1/uid_0/job_1/step_batch", (800,), hierarchy="freezer")
+    for i in range(3):
+        node.lay(f"/expanse-run-left-over-{i}")  # without a process
     assert node.table.survey() == "freezer"
 
 
@@ -309,11 +310,12 @@ def test_jobs_that_show_up_in_another_hierarchy_alone_change_the_choice(tmp_path
     node.begin()
     node.made("/slurm_n1/uid_0/job_1/step_batch", hierarchy="freezer")
     node.made("/slurm_n1/uid_0/job_1", hierarchy="freezer")
+    node.lay("/slurm_n1/uid_0/job_1/step_batch", (600,), hierarchy="freezer")
     answers = []
     for _ in range(4):
         node.tick()
         answers.append(node.table.better_hierarchy())
-    assert answers == [None, None, "freezer", "freezer"]
+    assert answers == [None, None, "freezer", None]
     node.telling = "freezer"
     node.begin()
     node.lay("/slurm_n1/uid_0/job_1/step_batch", (600,))

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from expanse_ebpf.config import COUNTERS
 from expanse_ebpf.kernel import perf
+from expanse_ebpf.kernel.cpus import online, parse_cpu_list
 from expanse_ebpf.kernel.perf import HARDWARE, SOFTWARE, EventSpec, Reading
 
 CYCLES = HARDWARE["cycles"]
@@ -36,41 +35,6 @@ class FakeOpener:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0-3,8-11,64\n", [0, 1, 2, 3, 8, 9, 10, 11, 64]),
-        ("0", [0]),
-        ("1,3", [1, 3]),
-        ("", []),
-        ("\n", []),
-        ("3-1", []),
-        ("1,x,-2,5-,²", [1]),
-        ("0-99999999999", []),
-        ("0-99999", list(range(perf.MAX_CPUS))),
-    ],
-)
-def test_a_cpu_list_is_parsed(text: str, expected: list[int]) -> None:
-    assert perf.parse_cpu_list(text) == expected
-
-
-@given(st.text(max_size=60))
-def test_any_text_parses_to_bounded_rising_numbers(text: str) -> None:
-    cpus = perf.parse_cpu_list(text)
-    assert cpus == sorted(set(cpus))
-    assert all(0 <= cpu < perf.MAX_CPUS for cpu in cpus)
-
-
-@given(st.sets(st.integers(0, 300), max_size=40))
-def test_a_cpu_list_survives_the_way_there_and_back(cpus: set[int]) -> None:
-    assert perf.parse_cpu_list(",".join(map(str, cpus))) == sorted(cpus)
-
-
-def test_the_online_cpus_are_the_kernels(tmp_path: Path) -> None:
-    assert perf.online_cpus() == perf.parse_cpu_list(Path(perf.ONLINE_CPUS).read_text())
-    assert perf.online_cpus(str(tmp_path / "none")) == sorted(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +79,7 @@ def test_without_a_pmu_every_counter_is_refused_and_nothing_fails(code: int) -> 
 
 def test_one_cpu_that_fails_is_missing_and_the_others_count() -> None:
     before = descriptors()
-    cpus = perf.parse_cpu_list("0-3,8-11,64")
+    cpus = parse_cpu_list("0-3,8-11,64")
     opener = FakeOpener(lambda spec, cpu: errno.ENODEV if cpu == 9 else 0)
     counters = perf.open_on_cpus([CYCLES], cpus, opener)
     assert len(counters.descriptors) == 8
@@ -138,7 +102,7 @@ def test_a_cpu_on_which_one_event_fails_counts_none() -> None:
 
 def test_cpu_zero_is_not_assumed() -> None:
     opener = FakeOpener()
-    counters = perf.open_on_cpus([CYCLES], perf.parse_cpu_list("1,3"), opener)
+    counters = perf.open_on_cpus([CYCLES], parse_cpu_list("1,3"), opener)
     assert opener.opened == [("cycles", 1), ("cycles", 3)]
     counters.close()
 
@@ -233,7 +197,7 @@ def test_a_real_counter_agrees_with_the_kernel() -> None:
 
 
 def test_a_real_counter_per_cpu_counts_another_threads_faults() -> None:
-    counters = perf.open_on_cpus([SOFTWARE["page-faults"]], perf.online_cpus())
+    counters = perf.open_on_cpus([SOFTWARE["page-faults"]], online())
     try:
         assert not counters.missing
         assert not counters.refused
@@ -248,7 +212,7 @@ def test_a_real_counter_per_cpu_counts_another_threads_faults() -> None:
 
 
 def test_a_descriptor_does_not_reach_a_child() -> None:
-    descriptor = perf.open_counter(SOFTWARE["cpu-clock"], perf.online_cpus()[0])
+    descriptor = perf.open_counter(SOFTWARE["cpu-clock"], online()[0])
     try:
         assert not os.get_inheritable(descriptor)
     finally:

@@ -102,9 +102,10 @@ def test_no_jobs() -> None:
 def test_losses_are_named() -> None:
     report = make_report(1)
     report.collector.events_lost, report.collector.reports_dropped = 7, 3
-    report.collector.sources[0].unavailable["cycles"] = "no PMU"
+    for part in ("cycles", "instructions"):
+        report.collector.sources[0].unavailable[part] = "no PMU"
     assert plain.trouble(snapshot(None, report))[1:] == [
-        "cycles unavailable: no PMU",
+        "not known: cycles, instructions: no PMU",
         "7 lifecycle events lost",
         "3 reports dropped before the controller took them",
     ]
