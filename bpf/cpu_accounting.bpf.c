@@ -24,7 +24,8 @@ struct cpu_state {
 	u64 nr_switches; /* all switches since boot, at the last charge */
 	u64 read_errors; /* hardware counters that could not be read */
 	u32 pending;	 /* written by `scan`: there is something to charge */
-	u32 unused[7];
+	u32 task;	 /* pid to which `task_faults` belongs; 0: none */
+	u32 unused[6];
 	struct bpf_perf_event_value counters[COUNTERS]; /* at the last charge */
 	u64 pad;
 };
@@ -172,8 +173,8 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 		return 0;
 	pid = prev->pid;
 	if (pid) {
-		/* `started` aside, so that a first task's whole past is not booked. */
-		if (state->started)
+		/* Of a task that ran before the hook was there, the past is not known. */
+		if (state->task == pid)
 			state->page_faults += prev->min_flt + prev->maj_flt - state->task_faults;
 		row = delay_row(pid);
 		if (row) {
@@ -189,6 +190,7 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 		state->idle_since = rq->clock_task;
 		return 0;
 	}
+	state->task = pid;
 	state->task_faults = next->min_flt + next->maj_flt;
 	cgroup = cgroup_of(next);
 	if (cgroup != state->cgroup)
@@ -269,6 +271,7 @@ int flush(void *unused)
 	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
 	struct task_struct *current = (struct task_struct *)bpf_get_current_task();
 	struct rq *rq = rq_here(current);
+	u32 pid = BPF_CORE_READ(current, pid);
 	struct reading now;
 	u64 faults;
 
@@ -276,18 +279,19 @@ int flush(void *unused)
 		return 0;
 	read_rq(rq, &now);
 	state->rq = (u64)rq;
-	if (BPF_CORE_READ(current, pid) == 0) {
+	if (pid == 0) {
 		if (state->idle_since)
 			state->idle_ns += now.clock - state->idle_since;
 		state->idle_since = now.clock;
 	} else {
 		faults = faults_of(current);
-		if (state->started)
+		if (state->task == pid)
 			state->page_faults += faults - state->task_faults;
+		state->task = pid;
 		state->task_faults = faults;
 	}
 	charge(state, &now, cpu, true);
-	if (BPF_CORE_READ(current, pid) != 0)
+	if (pid != 0)
 		state->cgroup = cgroup_of_address(current);
 	state->slot = slot_of(state->cgroup);
 	return 0;
@@ -299,7 +303,8 @@ int flush_owned(void *unused)
 {
 	u32 cpu = bpf_get_smp_processor_id();
 	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
-	struct rq *rq = rq_here((struct task_struct *)bpf_get_current_task());
+	struct task_struct *current = (struct task_struct *)bpf_get_current_task();
+	struct rq *rq = rq_here(current);
 	struct reading now;
 
 	if (!state)
@@ -307,6 +312,9 @@ int flush_owned(void *unused)
 	read_rq(rq, &now);
 	state->rq = (u64)rq;
 	charge(state, &now, cpu, false);
+	/* What only the hook keeps up to date starts anew with it. */
+	state->task = 0;
+	state->idle_since = BPF_CORE_READ(current, pid) == 0 ? now.clock : 0;
 	return 0;
 }
 

@@ -79,6 +79,7 @@ def serve(
         # nobody reads what is announced, and that ends the controller too.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     logging.basicConfig(format="expanse-controller: %(message)s", level=logging.INFO)
+    logging.getLogger("grpc").setLevel(logging.ERROR)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 

@@ -27,6 +27,8 @@ BATCH_REPORTS = 500
 # Streams wait once so many reports are not stored yet.
 MAX_WAITING = 2000
 
+STOPPING = "it is stopping"
+
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +71,7 @@ class Ingest:
         self._writer = writer
         self._on_stored = on_stored
         self._batch: list[tuple[_Stream, Item]] = []
+        self._streams: set[_Stream] = set()
         self._arrived = asyncio.Event()
         self._drained = asyncio.Event()
         self._full = asyncio.Event()
@@ -81,7 +84,11 @@ class Ingest:
         node = await self._greeted(requests, context)
         await context.send_initial_metadata(())
         stream = _Stream(node)
-        self.figures.streams += 1
+        self._streams.add(stream)
+        self.figures.streams = len(self._streams)
+        if self._stopping:
+            stream.failure = STOPPING
+            stream.changed.set()
         reading = asyncio.create_task(self._read(requests, stream))
         reading.add_done_callback(lambda _: stream.changed.set())
         sent = 0
@@ -98,7 +105,8 @@ class Ingest:
                 if reading.done() and not stream.waiting and stream.handled <= sent:
                     return
         finally:
-            self.figures.streams -= 1
+            self._streams.discard(stream)
+            self.figures.streams = len(self._streams)
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await reading
@@ -154,7 +162,7 @@ class Ingest:
     # ---- the store
 
     async def commit(self) -> None:
-        """Commit batches until `stop`, what has come by then included."""
+        """Commit batches until `stop`, what has come by then included; then end the streams."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
@@ -168,7 +176,10 @@ class Ingest:
                 await self._commit(loop, batch)
                 self._drained.set()
             if self._stopping:
-                return
+                break
+        for stream in self._streams:
+            stream.failure = STOPPING
+            stream.changed.set()
 
     def stop(self) -> None:
         """Make `commit` return once everything that has come is stored."""

@@ -27,7 +27,7 @@ from expanse_controller.reader import Reader
 from expanse_controller.store import SETTLE_S, Store
 from expanse_ebpf.wire import transport
 
-GRACE_S = 0.1  # for the last acknowledgements
+GRACE_S = 1.0  # for the last acknowledgements and the ends of the streams
 UPKEEP_S = 5.0
 
 _log = logging.getLogger(__name__)

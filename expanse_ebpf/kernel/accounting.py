@@ -12,6 +12,7 @@ from expanse_ebpf.kernel.lifecycle import Configuration, Lifecycle
 
 # struct cpu_state of bpf/cpu_accounting.bpf.c.
 _STATE_SIZE = 256
+_DELAY_ROWS = 65536  # DELAY_ROWS there; with fewer, some pulled tasks' waits are missed
 _SLOT_OFFSET = 8
 _ERRORS_OFFSET = 88
 _PENDING_OFFSET = 96
@@ -27,12 +28,19 @@ class Accounting:
         configuration = Configuration.from_buffer_copy(lifecycle.configuration)
         self._cpus = configuration.cpus
         configuration.counters = sum(1 << i for i, fds in enumerate(counters) if fds)
-        self._object = libbpf.Object("cpu_accounting")
+
+        def set_up(divisor: int) -> libbpf.Object:
+            made = libbpf.Object("cpu_accounting")
+            made.configure(configuration)
+            made.share(lifecycle.maps["totals"])
+            made.share(lifecycle.maps["slots"])
+            made.resize("cpus", self._cpus)
+            made.resize("events", max(1, len(counters) * self._cpus))
+            made.resize("delays", _DELAY_ROWS // divisor)
+            return made
+
+        self._object = libbpf.load_shrinking(set_up)
         try:
-            self._object.configure(configuration)
-            self._object.share(lifecycle.maps["totals"])
-            self._object.share(lifecycle.maps["slots"])
-            self._object.load()
             for i, fds in enumerate(counters):
                 for cpu, fd in fds.items():
                     self.set_event(i, cpu, fd)

@@ -334,6 +334,27 @@ class Object:
         self.close()
 
 
+def load_shrinking(make: Callable[[int], Object], attempts: int = 3) -> Object:
+    """The object that `make(divisor)` sets up, loaded; short of memory, again with maps of half the size.
+
+    `make` gets 1, 2, 4 … by which to divide the sizes of maps that may be smaller. Raises BpfError.
+    """
+    for attempt in range(attempts):
+        made = make(1 << attempt)
+        try:
+            made.load()
+        except BpfError as error:
+            made.close()
+            if error.errno != errno.ENOMEM or attempt == attempts - 1:
+                raise
+        except BaseException:
+            made.close()
+            raise
+        else:
+            return made
+    raise AssertionError("attempts is at least 1")
+
+
 class RingBuffer:
     """Reader of a ring buffer map; `fd` becomes readable when there are records."""
 

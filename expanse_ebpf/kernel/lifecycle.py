@@ -13,6 +13,7 @@ from expanse_ebpf.kernel.slots import Slots
 
 MAX_SLOTS = 2048
 PUT_UP = 128  # free slots lying ready in the kernel for cgroups to come
+_RING_SIZE = 256 * 1024  # bytes, some 240 events
 EXECS_REPORTED = 8  # executions per job that are events
 
 # The order of enum hierarchy in bpf/include/job_slots.h, by the controllers' names in cgroup v1.
@@ -80,10 +81,8 @@ class Lifecycle:
         """Load for jobs told apart in `hierarchy` (one of HIERARCHIES); events go to `handle` on consume()."""
         self.hierarchy = hierarchy
         self.configuration = Configuration(HIERARCHIES.index(hierarchy), hierarchy_id, 0, os.sysconf("SC_NPROCESSORS_CONF"))
-        self._object = libbpf.Object("task_lifecycle")
+        self._object = libbpf.load_shrinking(self._set_up)
         try:
-            self._object.configure(self.configuration)
-            self._object.load()
             self._rows = self._object.maps["totals"].mapped(MAX_SLOTS * ROW_SIZE)
             self._losses = self._object.maps["losses"].mapped(_LOSSES.size)
             self._put_up = 0
@@ -102,6 +101,12 @@ class Lifecycle:
             self._object.close()
             raise
         self.fd = self._ring.fd
+
+    def _set_up(self, divisor: int) -> libbpf.Object:
+        made = libbpf.Object("task_lifecycle")
+        made.configure(self.configuration)
+        made.resize("lifecycle_events", _RING_SIZE // divisor)
+        return made
 
     @property
     def maps(self) -> dict[str, libbpf.Map]:

@@ -141,7 +141,8 @@ class CgroupSource:
             files = self._jobs.get(job)
             new = False
             if files is None:
-                files = self._jobs[job] = _Files(self._seen % self._slow_every)
+                turns, slot = divmod(self._seen, self._slow_every)
+                files = self._jobs[job] = _Files(slot, turns)
                 self._seen += 1
                 new = True
             new = files.open(job.directories, self._fast) or new
@@ -193,7 +194,7 @@ class _Files:
         "starved",
     )
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, turns: int) -> None:
         self.slot = slot  # the tick, of every `slow_every`, in which the slow files are read
         self.starved = False  # whether the agent ran out of descriptors
         self._directories: dict[str, str] = {}
@@ -203,7 +204,7 @@ class _Files:
         self._rising: dict[str, parse.Rising] = {}
         self._oom: dict[str, int] = {}
         self._oom_gone = 0
-        self._turns = 0
+        self._turns = turns  # slow turns; differs from job to job, so that not all reopen at once
 
     def open(self, directories: dict[str, str], fast: Sequence[Form]) -> bool:
         """Open what the job has in `directories`, when they changed; figures reached so far stay."""
@@ -274,7 +275,7 @@ class _Files:
     def read_slow(self, limits: Limits, fast: Sequence[Form]) -> None:
         """Read the files of every few seconds."""
         self._turns += 1
-        if self._turns % _REOPEN_EVERY == 0:
+        if self._turns % _REOPEN_EVERY == 0 and self._figures.unavailable:
             self._reopen(fast)
             self.read()
         self._take(_SLOW_GAUGES, (None,) * len(_SLOW_GAUGES))

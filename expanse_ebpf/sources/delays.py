@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.jobs.processes import in_cgroup
+from expanse_ebpf.sources.netlink_parts import part
 
 if TYPE_CHECKING:
     from expanse_ebpf.jobs.job import Job
@@ -113,14 +114,13 @@ class DelaysSource:
             raise UnavailableError(f"delays: {reason}")
         self._on_since = time.monotonic()
         try:
-            from pyroute2.netlink.exceptions import NetlinkError
-            from pyroute2.netlink.taskstats import TASKSTATS_CMD_GET, TaskStats, tcmd
+            taskstats, refused = part("netlink.taskstats"), part("netlink.exceptions").NetlinkError
         except ImportError as error:
             raise UnavailableError(
                 f"delays: {error}; install pyroute2, or set sources.delays = false"
             ) from None
         try:
-            finder = TaskStats()
+            finder = taskstats.TaskStats()
             try:
                 finder.bind()
                 family = finder.prid
@@ -128,10 +128,10 @@ class DelaysSource:
                 finder.close()
             # pyroute2 knows this interface's messages; its own exchange takes 170 us for a process,
             # so the question is encoded once and only the process's id in it is changed.
-            question = tcmd()
+            question = taskstats.tcmd()
             question["header"]["type"] = family
             question["header"]["flags"] = 1
-            question["cmd"], question["version"] = TASKSTATS_CMD_GET, 1
+            question["cmd"], question["version"] = taskstats.TASKSTATS_CMD_GET, 1
             question["attrs"].append(["TASKSTATS_CMD_ATTR_TGID", 0])
             question.encode()
             self._question = bytes(question.data)[:-4]
@@ -143,7 +143,7 @@ class DelaysSource:
             self._socket.bind((0, 0))
             self._socket.settimeout(1.0)
             self._ask(os.getpid())
-        except (OSError, NetlinkError) as error:
+        except (OSError, refused) as error:
             self.stop()
             raise UnavailableError(
                 f"delays: no task statistics: {error}; needs CAP_NET_ADMIN and the host's pid namespace"

@@ -1,6 +1,6 @@
 """Link statistics of one network namespace, over a netlink socket that was made in it.
 
-Importing this module imports pyroute2. Its messages are used over a socket of our own, with
+pyroute2's messages are used over a socket of our own, with
 RTM_GETSTATS: a reply of that kind holds the counters alone and is decoded in a twelfth of the time of
 a link's whole description, which is asked for only when an interface is new.
 """
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from expanse_ebpf.sources.netlink_parts import part
 from expanse_ebpf.text import clean
 
 Counts = tuple[int, ...]  # bytes in, bytes out, packets in, packets out, dropped, errors
@@ -69,15 +70,16 @@ def _socket() -> socket.socket:
     return made
 
 
+def load() -> tuple[Any, Any]:
+    """pyroute2's messages of links and of link statistics; raises ImportError."""
+    return part("netlink.rtnl.ifinfmsg").ifinfmsg, part("netlink.rtnl.ifstatsmsg").ifstatsmsg
+
+
 class Links:
     """The interfaces behind one socket, loopback left out."""
 
     def __init__(self, netlink: socket.socket) -> None:
-        from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
-        from pyroute2.netlink.rtnl.ifstatsmsg import ifstatsmsg
-
-        self._link: Any = ifinfmsg
-        self._stats: Any = ifstatsmsg
+        self._link, self._stats = load()
         self._socket = netlink
         self._sequence = 0
         self._dumps = 0

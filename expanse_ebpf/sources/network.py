@@ -1,6 +1,6 @@
 """Source "network": traffic of the host's interfaces, and of jobs with a network namespace of their own.
 
-The kernel's link statistics by pyroute2, which is imported when the source starts. Loopback is left
+The kernel's link statistics by pyroute2, whose parts are imported when the source starts. Loopback is left
 out: what a host or a job sends to itself goes over no network. Jobs that share a namespace (containers
 of one pod) each show all of its traffic.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.jobs.processes import in_cgroup
 from expanse_ebpf.sources.cgroup_files import Rising
-from expanse_ebpf.sources.link_statistics import Counts, Links, open_socket
+from expanse_ebpf.sources.link_statistics import Counts, Links, load, open_socket
 from expanse_ebpf.wire.collector_pb2 import NetworkCounters
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class NetworkSource:
     def start(self) -> None:
         """Import pyroute2 and open the host's socket; raises UnavailableError."""
         try:
-            import pyroute2  # noqa: F401
+            load()
         except ImportError as error:
             raise UnavailableError(
                 f"network: {error}; install pyroute2, or set sources.network = false"

@@ -9,7 +9,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -182,8 +181,7 @@ def test_streams_that_are_open_do_not_hold_up_the_end(tmp_path: Path) -> None:
         stream.send(report(1))
         code, errors = controller.terminate()
         assert code == 0
-        assert "Traceback" not in errors
+        assert errors == ""
         eventually(lambda: not stream.connected)
         assert stream.state.startswith(f"controller {controller.address} ")
-        time.sleep(0)
         stream.stop(1)

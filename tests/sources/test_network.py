@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -110,6 +111,14 @@ def interfaces() -> set[str]:
     return {entry.name for entry in Path("/sys/class/net").iterdir() if entry.is_dir()}
 
 
+def namespaces_of_threads() -> set[Path]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add((task / "ns/net").readlink())
+    return found
+
+
 def sysfs(interface: str, counter: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/{counter}").read_text())
 
@@ -144,7 +153,12 @@ def test_no_thread_leaves_its_namespace(namespace: Namespace, source: NetworkSou
     own = Path("/proc/self/ns/net").readlink()
     threads = threading.active_count()
     counters(source, job)
-    assert {(task / "ns/net").readlink() for task in Path("/proc/self/task").iterdir()} == {own}
+    assert Path("/proc/thread-self/ns/net").readlink() == own
+    # The thread that made the socket may still be on its way out of the kernel.
+    deadline = time.monotonic() + 20
+    while namespaces_of_threads() != {own}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert threading.active_count() == threads
     with open_socket(None) as plain:
         assert plain.fileno() >= 0
