@@ -6,6 +6,7 @@ process that does a little.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -72,14 +73,15 @@ def measure(count: int, options: list[str]) -> list[Report]:
 
 
 def main() -> None:
-    print(f"{'jobs':>4} {'options':32} {'ms per tick':>18} {'cores':>7} {'PSS MiB':>8} {'report bytes':>12} {'longest gap':>12}")
+    print(
+        f"{'jobs':>4} {'options':32} {'ms per tick':>18} {'cores':>7} {'PSS MiB':>8} "
+        f"{'report bytes':>12} {'longest gap':>12}"
+    )
     for count, options in ((1, ["--standalone"]), (50, ["--standalone"]), (50, [])):
         reports = measure(count, options)
         first, last = reports[0], reports[-1]
-        spent = [
-            (b.collector.cpu_ns - a.collector.cpu_ns) / 1e6 for a, b in zip(reports, reports[1:], strict=False)
-        ]
-        gaps = [(b.time_ns - a.time_ns) / 1e9 for a, b in zip(reports, reports[1:], strict=False)]
+        spent = [(b.collector.cpu_ns - a.collector.cpu_ns) / 1e6 for a, b in itertools.pairwise(reports)]
+        gaps = [(b.time_ns - a.time_ns) / 1e9 for a, b in itertools.pairwise(reports)]
         cores = (last.collector.cpu_ns - first.collector.cpu_ns) / (last.time_ns - first.time_ns)
         pss = max(r.collector.pss_bytes for r in reports) / 2**20
         size = statistics.median(r.ByteSize() for r in reports)

@@ -105,7 +105,9 @@ def main() -> None:
             "crossing, 4 counters": lambda: ping_pong(groups[0], groups[1]),
         }
         print(f"counters: {', '.join(names)}{'' if real else ' (no PMU here: software events)'}")
-        print(f"{'switch':24} {'empty':>8} {'ours':>8} {'above empty':>24} {'target':>8}   (ns, medians of {PAIRS} pairs)")
+        print(
+            f"{'switch':24} {'empty':>8} {'ours':>8} {'above empty':>24} {'target':>8}   (ns, {PAIRS} pairs)"
+        )
         for name, work in cases.items():
             pairs = []
             for i in range(PAIRS + 1):

@@ -105,11 +105,9 @@ def main() -> None:
         sender_main(options.sender, options.seconds, options.jobs)
         return
     with tempfile.TemporaryDirectory(dir=options.directory or Path.cwd()) as directory:
+        serve = f"{sys.executable} -m expanse_controller serve --listen 127.0.0.1:0 --parent-death --db"
         controller = subprocess.Popen(
-            [
-                *f"{sys.executable} -m expanse_controller serve --listen 127.0.0.1:0 --parent-death --db".split(),
-                f"{directory}/reports.db",
-            ],
+            [*serve.split(), f"{directory}/reports.db"],
             stdout=subprocess.PIPE,
             text=True,
         )

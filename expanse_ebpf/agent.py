@@ -90,7 +90,9 @@ class Agent:
         if self.config.agent.metrics_listen:
             from expanse_ebpf.export import prometheus
 
-            port = prometheus.serve(self.config.agent.metrics_listen, prometheus.ReportCollector(lambda: self.newest))
+            port = prometheus.serve(
+                self.config.agent.metrics_listen, prometheus.ReportCollector(lambda: self.newest)
+            )
             _log.info("metrics on port %d", port)
         if self.config.controller.address:
             from expanse_ebpf.ship.client import ControllerStream
@@ -109,7 +111,9 @@ class Agent:
         carried = {}
         if self._lifecycle is not None:  # a change of hierarchy: what was counted goes along
             slots = self._lifecycle.slots
-            carried = {job.identity.cgroup: slots.total(job.slot) for job in self._table if job.slot is not None}
+            carried = {
+                job.identity.cgroup: slots.total(job.slot) for job in self._table if job.slot is not None
+            }
         self._end_sources()
         try:
             self._lifecycle = kernel.Lifecycle(telling, self._number(telling), self._event)

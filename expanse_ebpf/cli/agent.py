@@ -20,7 +20,6 @@ from expanse_ebpf.config import Config, load
 from expanse_ebpf.errors import UnavailableError
 
 
-
 @click.command("agent")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Configuration file (TOML).")
 @click.option("--interval", "interval_s", metavar="SECONDS", help="Time between reports.  [default: 1]")
@@ -30,11 +29,15 @@ from expanse_ebpf.errors import UnavailableError
 @click.option("--controller", "address", metavar="HOST:PORT", help="Where reports go.")
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Serve Prometheus metrics there.")
 @click.option("--counters", metavar="LIST", help="Hardware counters, e.g. cycles,instructions; '' for none.")
-@click.option("--hierarchy", metavar="NAME", help="Cgroup hierarchy that tells jobs apart.  [default: by looking]")
+@click.option(
+    "--hierarchy", metavar="NAME", help="Cgroup hierarchy that tells jobs apart.  [default: by looking]"
+)
 @click.option("--ticks", type=click.IntRange(min=1), help="End after so many reports.")
 @click.option("--standalone", is_flag=True, help="Run a controller beside the agent, on this node alone.")
 @click.option("--db", type=click.Path(path_type=Path), help="The standalone controller's store.")
-@click.option("--listen", metavar="HOST:PORT", help="Where the standalone controller listens.  [default: any free port]")
+@click.option(
+    "--listen", metavar="HOST:PORT", help="Where the standalone controller listens.  [default: any free port]"
+)
 def command(
     file: Path | None,
     ticks: int | None,
@@ -60,7 +63,9 @@ def command(
     if standalone and flags["address"]:
         raise click.UsageError("--standalone brings its own controller; leave --controller out")
     tables = {"address": "controller", "counters": "cpu", "hierarchy": "cpu"}
-    overrides: dict[str, Any] = {f"{tables.get(name, 'agent')}.{name}": value for name, value in flags.items()}
+    overrides: dict[str, Any] = {
+        f"{tables.get(name, 'agent')}.{name}": value for name, value in flags.items()
+    }
     config = load(file, overrides=overrides)
     _raise_descriptor_limit()
     with _controller(config, db, listen) if standalone else _as_it_is(config) as ready:

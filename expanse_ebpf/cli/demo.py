@@ -82,7 +82,9 @@ def _wait_for(socket: Path, agent: subprocess.Popen[bytes], log: Path) -> None:
         if agent.poll() is not None:
             raise UnavailableError(f"the agent did not start: {_last_line(log)}")
         if time.monotonic() > deadline:
-            raise UnavailableError(f"the agent did not open its socket within {_START_S} s: {_last_line(log)}")
+            raise UnavailableError(
+                f"the agent did not open its socket within {_START_S} s: {_last_line(log)}"
+            )
         time.sleep(0.05)
 
 

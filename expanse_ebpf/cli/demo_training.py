@@ -76,7 +76,9 @@ def main(folder: Path) -> None:
         step += 1
         if step % CHECKPOINT_EVERY == 0:
             checkpoint = folder / "checkpoint.json"
-            checkpoint.write_text(json.dumps({"step": step, "hidden": network.hidden, "output": network.output}))
+            checkpoint.write_text(
+                json.dumps({"step": step, "hidden": network.hidden, "output": network.output})
+            )
             print(f"step {step}: loss {loss:.4f}", flush=True)
 
 

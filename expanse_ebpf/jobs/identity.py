@@ -19,7 +19,7 @@ from expanse_ebpf.jobs import paths, slurm, states
 from expanse_ebpf.jobs.hierarchies import parse_proc_cgroup
 from expanse_ebpf.jobs.kubernetes import PodNames
 from expanse_ebpf.jobs.paths import Place
-from expanse_ebpf.jobs.text import clean
+from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import JobIdentity
 
 _MAX_PIDS = 32  # processes looked at for one job

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from expanse_ebpf.errors import ConfigError
-from expanse_ebpf.jobs.text import clean
+from expanse_ebpf.text import clean
 
 log = logging.getLogger(__name__)
 

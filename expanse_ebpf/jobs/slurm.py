@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from expanse_ebpf.jobs.text import clean
+from expanse_ebpf.text import clean
 
 if TYPE_CHECKING:
     from expanse_ebpf.wire.collector_pb2 import JobIdentity

@@ -81,7 +81,18 @@ class _NoAccounts:
 class _Entry:
     """What the table knows of a live job besides the job itself."""
 
-    __slots__ = ("cgroups", "changes", "dormant", "had_processes", "looks", "path", "place", "roles", "tries", "waited")
+    __slots__ = (
+        "cgroups",
+        "changes",
+        "dormant",
+        "had_processes",
+        "looks",
+        "path",
+        "place",
+        "roles",
+        "tries",
+        "waited",
+    )
 
     def __init__(self, path: str, place: Place, dormant: bool) -> None:
         self.path = path
@@ -454,5 +465,3 @@ def _populated(directory: str | None) -> bool | None:
             return b"populated 1" in file.read(4096)
     except OSError:
         return None
-
-

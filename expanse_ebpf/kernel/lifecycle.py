@@ -78,9 +78,11 @@ class Lifecycle:
     """The loaded `task_lifecycle` programs."""
 
     def __init__(self, hierarchy: str, hierarchy_id: int, handle: Callable[[Event], None]) -> None:
-        """Load for jobs told apart in `hierarchy` (one of HIERARCHIES); events go to `handle` on consume()."""
+        """Load for jobs told apart in `hierarchy` (of HIERARCHIES); events go to `handle` on consume()."""
         self.hierarchy = hierarchy
-        self.configuration = Configuration(HIERARCHIES.index(hierarchy), hierarchy_id, 0, os.sysconf("SC_NPROCESSORS_CONF"))
+        self.configuration = Configuration(
+            HIERARCHIES.index(hierarchy), hierarchy_id, 0, os.sysconf("SC_NPROCESSORS_CONF")
+        )
         self._object = libbpf.load_shrinking(self._set_up)
         try:
             self._rows = self._object.maps["totals"].mapped(MAX_SLOTS * ROW_SIZE)
@@ -124,7 +126,9 @@ class Lifecycle:
 
     def changes(self, slot: int) -> int:
         """A number that grows whenever the slot's list of processes may have changed."""
-        return int.from_bytes(self._rows[slot * ROW_SIZE + CHANGES * 8 : slot * ROW_SIZE + CHANGES * 8 + 8], "little")
+        return int.from_bytes(
+            self._rows[slot * ROW_SIZE + CHANGES * 8 : slot * ROW_SIZE + CHANGES * 8 + 8], "little"
+        )
 
     def losses(self) -> Losses:
         """The kernel side's counts."""

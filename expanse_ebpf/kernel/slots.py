@@ -45,7 +45,9 @@ class Slots:
         """Cumulative figures of the owner of `slot` since it got it."""
         return [
             now - before + carried
-            for now, before, carried in zip(self._row(slot), self._baseline[slot], self._carried[slot], strict=True)
+            for now, before, carried in zip(
+                self._row(slot), self._baseline[slot], self._carried[slot], strict=True
+            )
         ]
 
     def carry(self, slot: int, total: Sequence[int]) -> None:

@@ -228,3 +228,9 @@ def test_clock_that_is_ahead_loses_nothing(nodes: Client) -> None:
 def test_node_without_jobs_is_known(nodes: Client) -> None:
     nodes.send(up(Report(sequence=1, time_ns=time.time_ns())), hello=node())
     assert eventually(nodes.snapshot)[0].current.sequence == 1
+
+
+def test_document_lists_the_columns() -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "controller.md"
+    _, _, fields = document.read_text(encoding="utf-8").partition("## Fields of a series")
+    assert [line[3:-1] for line in fields.splitlines() if line.startswith("- `")] == list(COLUMNS)

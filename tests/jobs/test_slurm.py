@@ -52,7 +52,7 @@ def test_a_value_that_looks_like_a_variable_is_none():
 
 
 def test_bytes_that_are_no_text():
-    assert parse_environment(b"SLURM_JOB_NAME=a\xff\x1b[2Jb")["SLURM_JOB_NAME"] == "a\ufffd\ufffd[2Jb"
+    assert parse_environment(b"SLURM_JOB_NAME=a\xff\x1b[2Jb")["SLURM_JOB_NAME"] == "a\ufffd\u241b[2Jb"
 
 
 def test_long_values_are_cut():

@@ -106,7 +106,9 @@ class Node:
     def begin(self) -> None:
         self.table.begin(self.telling, self.slots)
 
-    def made(self, path: str, slot: int = 0, inherited: bool = False, hierarchy: str | None = None) -> Job | None:
+    def made(
+        self, path: str, slot: int = 0, inherited: bool = False, hierarchy: str | None = None
+    ) -> Job | None:
         """The kernel tells of a new cgroup, which is there."""
         folder = self.lay(path, hierarchy=hierarchy)
         return self.table.made(
@@ -331,9 +333,7 @@ def test_a_job_knows_its_directories_in_all_hierarchies_in_any_order(tmp_path: P
     job = node.made("/expanse-run-a", slot=2)
     assert job is not None
     node.made("/expanse-run-a", hierarchy="cpuacct")
-    assert job.directories == {
-        name: str(mount / "expanse-run-a") for name, mount in node.mounts.items()
-    }
+    assert job.directories == {name: str(mount / "expanse-run-a") for name, mount in node.mounts.items()}
 
 
 def test_without_a_free_slot_a_job_is_still_a_job(node: Node) -> None:

@@ -42,7 +42,10 @@ class Groups:
         if cpus:
             prologue += f"os.sched_setaffinity(0,{cpus!r})\n"
         process = subprocess.Popen(
-            [sys.executable, "-S", "-c", prologue + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-S", "-c", prologue + code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.processes.append(process)
         return process

@@ -120,7 +120,7 @@ def test_idle_time_is_nobodys(groups: Groups, load: Callable[..., Kernel]) -> No
     path = groups.make()
     slot = one.slot(path)
     groups.start(
-        "while True:\n t = time.thread_time()\n while time.thread_time() - t < 0.003: pass\n time.sleep(0.01)",
+        "while True:\n t = time.thread_time() + 0.003\n while time.thread_time() < t: pass\n time.sleep(0.01)",
         path,
         cpus={1},
     )
@@ -157,7 +157,12 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def between_stops(
-    one: Kernel, groups: Groups, path: Path, work: str, read: Callable[[int], int], cpus: set[int] | None = None
+    one: Kernel,
+    groups: Groups,
+    path: Path,
+    work: str,
+    read: Callable[[int], int],
+    cpus: set[int] | None = None,
 ) -> tuple[list[int], int]:
     """What the slot of `path` and `read(pid)` grew by while a process did `work`."""
     slot = one.slot(path)
@@ -322,7 +327,9 @@ def test_lost_events_are_counted_exactly(groups: Groups, load: Callable[..., Ker
     assert len(one.events) + losses.lost - start.lost >= 1201
 
 
-def test_without_the_hook_cpus_are_charged_to_their_owners(groups: Groups, load: Callable[..., Kernel]) -> None:
+def test_without_the_hook_cpus_are_charged_to_their_owners(
+    groups: Groups, load: Callable[..., Kernel]
+) -> None:
     one = load(counters=["cpu-clock"])
     path = groups.make()
     slot = one.slot(path)
@@ -350,7 +357,7 @@ def test_without_the_hook_cpus_are_charged_to_their_owners(groups: Groups, load:
 def test_nothing_is_left_in_the_kernel_after_kill_9() -> None:
     code = (
         "from tests.kernel.test_accounting import Kernel\nk = Kernel()\n"
-        "print(*[p.name for p in {**k.lifecycle.programs, **k.accounting.programs}.values()], flush=True)\ninput()"
+        "print(*k.lifecycle.programs, *k.accounting.programs, flush=True)\ninput()"
     )
     before = programs()
     with subprocess.Popen(
@@ -371,5 +378,7 @@ def programs() -> set[tuple[int, str]]:
     """(id, name) of the BPF programs in the kernel."""
     import json
 
-    listed = json.loads(subprocess.run(["bpftool", "-j", "prog", "show"], capture_output=True, check=True).stdout)
+    listed = json.loads(
+        subprocess.run(["bpftool", "-j", "prog", "show"], capture_output=True, check=True).stdout
+    )
     return {(p["id"], p.get("name", "")[:15]) for p in listed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_the_programs_cost_is_measured_one_tick_in_so_many(lifecycle: Lifecycle)
             report = sample(source, [])
             measured.append(max((p.measured_ns for p in report.collector.programs), default=0))
             time.sleep(0.05)
-        grown = [b > a for a, b in zip(measured, measured[1:], strict=False)]
+        grown = [b > a for a, b in itertools.pairwise(measured)]
         assert grown == [True, False, False, True, False, False]
         assert any(p.name == "on_switch" and p.runs > 0 for p in report.collector.programs)
     finally:
