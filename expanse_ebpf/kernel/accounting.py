@@ -7,7 +7,7 @@ import errno
 import struct
 from collections.abc import Mapping, Sequence
 
-from expanse_ebpf.kernel import libbpf
+from expanse_ebpf.kernel import cpus, libbpf
 from expanse_ebpf.kernel.lifecycle import Configuration, Lifecycle
 
 # struct cpu_state of bpf/cpu_accounting.bpf.c.
@@ -50,6 +50,7 @@ class Accounting:
             self._object.close()
             raise
         self._hook = self._object.programs["on_switch"]
+        self.online = cpus.online()  # to be kept up to date by the owner
 
     def set_event(self, counter: int, cpu: int, fd: int) -> None:
         """Counter number `counter` of `cpu` is read from perf event `fd` from now on."""
@@ -87,7 +88,7 @@ class Accounting:
         program = programs["flush"] if self._hook.attached else programs["flush_owned"]
         programs["scan"].run()
         count = 0
-        for cpu in range(self._cpus):
+        for cpu in self.online:
             if _U32.unpack_from(self._states, cpu * _STATE_SIZE + _PENDING_OFFSET)[0]:
                 count += self._flush_cpu(program, cpu)
         return count
@@ -118,7 +119,7 @@ class Accounting:
         try:
             program.run(cpu)
         except libbpf.BpfError as error:
-            if error.errno != errno.ENXIO:  # offline: its last charge was at its last switch
+            if error.errno != errno.ENXIO:  # it went offline just now
                 raise
             return 0
         return 1

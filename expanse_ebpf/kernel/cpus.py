@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 ONLINE = "/sys/devices/system/cpu/online"
+POSSIBLE = "/sys/devices/system/cpu/possible"
 _HIGHEST = 65535  # far above any kernel's NR_CPUS; keeps a damaged list from filling memory
 
 
@@ -29,3 +30,8 @@ def online(path: str = ONLINE) -> list[int]:
             return parse_cpu_list(file.read(65536))
     except OSError:
         return list(range(os.cpu_count() or 1))
+
+
+def count(path: str = POSSIBLE) -> int:
+    """How many ids a table by CPU must have room for: the highest id that can ever come, plus 1."""
+    return max(online(path), default=0) + 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import logging
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from expanse_ebpf.kernel import libbpf
+from expanse_ebpf.kernel import cpus, libbpf
 from expanse_ebpf.kernel.slots import Slots
+
+_log = logging.getLogger(__name__)
 
 MAX_SLOTS = 2048
 PUT_UP = 128  # free slots lying ready in the kernel for cgroups to come
@@ -81,7 +83,7 @@ class Lifecycle:
         """Load for jobs told apart in `hierarchy` (of HIERARCHIES); events go to `handle` on consume()."""
         self.hierarchy = hierarchy
         self.configuration = Configuration(
-            HIERARCHIES.index(hierarchy), hierarchy_id, 0, os.sysconf("SC_NPROCESSORS_CONF")
+            HIERARCHIES.index(hierarchy), hierarchy_id, 0, cpus.count()
         )
         self._object = libbpf.load_shrinking(self._set_up)
         try:
@@ -93,8 +95,12 @@ class Lifecycle:
 
             def received(record: bytes) -> None:
                 event = decode(record)
-                if event is not None:
+                if event is None:
+                    return
+                try:
                     handle(event)
+                except Exception:  # it would vanish in the C code that calls this
+                    _log.exception("lifecycle event %r could not be handled", event)
 
             self._ring = libbpf.RingBuffer(self._object.maps["lifecycle_events"], received)
             for program in self._object.programs.values():

@@ -153,7 +153,7 @@ class CpuSource:
         accounting, events = self._accounting, self._events
         assert accounting is not None
         assert events is not None
-        online = cpus.online()
+        online = accounting.online = cpus.online()
         for cpu in events.update(online):
             for i, spec in enumerate(self._specs):
                 if (spec.name, cpu) in events.descriptors:

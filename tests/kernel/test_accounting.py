@@ -120,7 +120,7 @@ def test_idle_time_is_nobodys(groups: Groups, load: Callable[..., Kernel]) -> No
     path = groups.make()
     slot = one.slot(path)
     groups.start(
-        "while True:\n t = time.thread_time() + 0.003\n while time.thread_time() < t: pass\n time.sleep(0.01)",
+        "while True:\n t = time.thread_time()\n while time.thread_time() < t + .003: pass\n time.sleep(.01)",
         path,
         cpus={1},
     )
