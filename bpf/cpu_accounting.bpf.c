@@ -24,7 +24,7 @@ struct cpu_state {
 	u64 nr_switches; /* all switches since boot, at the last charge */
 	u64 read_errors; /* hardware counters that could not be read */
 	u32 pending;	 /* written by `scan`: there is something to charge */
-	u32 task;	 /* pid to which `task_faults` belongs; 0: none */
+	u32 task;	 /* pid that runs, as far as is known; 0: idle */
 	u32 unused[6];
 	struct bpf_perf_event_value counters[COUNTERS]; /* at the last charge */
 	u64 pad;
@@ -49,22 +49,23 @@ struct {
 } events SEC(".maps");
 
 /*
- * How long a task had waited on run queues when it last left a CPU. A queued task that is pulled to
- * another CPU has its wait so far booked at the moment of the pull, unseen from here; the difference
- * against this table finds it again. Two pids that share a row lose that part and nothing else.
+ * What a task had run up when it last left a CPU. A queued task that is pulled to another CPU has its
+ * wait so far booked at the moment of the pull, unseen from here; the difference against this table
+ * finds it again. Two pids that share a row lose that part and nothing else.
  */
 #define DELAY_ROWS 65536
-struct run_delay {
+struct last_seen {
 	u32 pid;
 	u32 unused;
-	u64 total;
+	u64 run_delay;
+	u64 faults;
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, DELAY_ROWS);
 	__type(key, u32);
-	__type(value, struct run_delay);
+	__type(value, struct last_seen);
 } delays SEC(".maps");
 
 /* What a run queue says at one moment. */
@@ -103,7 +104,8 @@ static __always_inline void charge_counter(struct cpu_state *state, struct total
  * Book everything since the last charge to the slot that the CPU was on. Without the switch hook
  * nobody tells idle time, waits and faults apart, so they are left out.
  */
-static __always_inline void charge(struct cpu_state *state, const struct reading *now, u32 cpu, bool hooked)
+static __always_inline void charge(struct cpu_state *state, const struct reading *now, u32 cpu, bool hooked,
+				   bool counters)
 {
 	u32 number = state->slot;
 	struct totals *slot = bpf_map_lookup_elem(&totals, &number);
@@ -118,11 +120,13 @@ static __always_inline void charge(struct cpu_state *state, const struct reading
 			add(&slot->page_faults, state->page_faults);
 		}
 	}
-	charge_counter(state, slot, cpu, 0);
-	charge_counter(state, slot, cpu, 1);
-	charge_counter(state, slot, cpu, 2);
-	charge_counter(state, slot, cpu, 3);
-	charge_counter(state, slot, cpu, 4);
+	if (counters) {
+		charge_counter(state, slot, cpu, 0);
+		charge_counter(state, slot, cpu, 1);
+		charge_counter(state, slot, cpu, 2);
+		charge_counter(state, slot, cpu, 3);
+		charge_counter(state, slot, cpu, 4);
+	}
 	state->clock = now->clock;
 	state->switches = now->switches;
 	state->nr_switches = now->nr_switches;
@@ -146,16 +150,58 @@ static __noinline int cross(struct cpu_state *state, const struct rq *rq, u32 cp
 	state->cgroup = cgroup;
 	if (slot == state->slot && state->started)
 		return 0;
-	charge(state, &now, cpu, true);
+	charge(state, &now, cpu, true, true);
 	state->slot = slot;
 	return 0;
 }
 
-static __always_inline struct run_delay *delay_row(u32 pid)
+static __always_inline struct last_seen *delay_row(u32 pid)
 {
 	u32 row = pid % DELAY_ROWS;
 
 	return bpf_map_lookup_elem(&delays, &row);
+}
+
+/*
+ * `prev` is not the task that was last seen to come: a switch was missed. Some kernels hide switches
+ * away from init's threads from BPF, and the hook may just have been attached. The scheduler knows
+ * when `prev` came, so the time is still divided exactly; hardware counters go to whoever ran longer.
+ */
+static __noinline int missed(struct cpu_state *state, const struct rq *rq, struct task_struct *prev, u32 cpu)
+{
+	struct reading then = {
+		.nr_switches = state->nr_switches,
+		.switches = state->switches,
+	};
+	u32 pid = prev->pid, slot;
+	struct last_seen *row;
+	u64 now = rq->clock_task, came;
+
+	if (!state->started)
+		return 0;
+	if (!pid) {
+		came = prev->se.exec_start;
+		state->idle_since = came > state->clock && came <= now ? came : 0;
+		return 0;
+	}
+	state->idle_since = 0;
+	came = now - (rq->clock - prev->sched_info.last_arrival);
+	if ((s64)(came - state->clock) < 0)
+		came = state->clock;
+	state->cgroup = cgroup_of(prev);
+	slot = slot_of(state->cgroup);
+	if (slot != state->slot) {
+		then.clock = came;
+		charge(state, &then, cpu, true, came - state->clock > now - came);
+		state->slot = slot;
+	}
+	row = delay_row(pid);
+	if (row && row->pid == pid) {
+		if (prev->sched_info.run_delay > row->run_delay)
+			state->wait_ns += prev->sched_info.run_delay - row->run_delay;
+		state->page_faults += prev->min_flt + prev->maj_flt - row->faults;
+	}
+	return 0;
 }
 
 SEC("tp_btf/sched_switch")
@@ -165,32 +211,35 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
 	/* The kernel's per-CPU symbols cannot be found on every build; a task leads there on all. */
 	const struct rq *rq = prev->se.cfs_rq->rq;
-	struct run_delay *row;
+	struct last_seen *row;
 	u32 pid;
-	u64 cgroup, delay, queued;
+	u64 cgroup, delay, faults, queued;
 
 	if (!state)
 		return 0;
 	pid = prev->pid;
+	if (pid != state->task)
+		missed(state, rq, prev, cpu);
 	if (pid) {
-		/* Of a task that ran before the hook was there, the past is not known. */
-		if (state->task == pid)
-			state->page_faults += prev->min_flt + prev->maj_flt - state->task_faults;
+		faults = prev->min_flt + prev->maj_flt;
+		if (pid == state->task)
+			state->page_faults += faults - state->task_faults;
 		row = delay_row(pid);
 		if (row) {
 			row->pid = pid;
-			row->total = prev->sched_info.run_delay;
+			row->run_delay = prev->sched_info.run_delay;
+			row->faults = faults;
 		}
 	} else if (state->idle_since) {
 		state->idle_ns += rq->clock_task - state->idle_since;
 		state->idle_since = 0;
 	}
 	pid = next->pid;
+	state->task = pid;
 	if (!pid) {
 		state->idle_since = rq->clock_task;
 		return 0;
 	}
-	state->task = pid;
 	state->task_faults = next->min_flt + next->maj_flt;
 	cgroup = cgroup_of(next);
 	if (cgroup != state->cgroup)
@@ -200,8 +249,8 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 	queued = next->sched_info.last_queued;
 	delay = queued ? rq->clock - queued : 0;
 	row = delay_row(pid);
-	if (row && row->pid == pid && next->sched_info.run_delay > row->total)
-		delay += next->sched_info.run_delay - row->total;
+	if (row && row->pid == pid && next->sched_info.run_delay > row->run_delay)
+		delay += next->sched_info.run_delay - row->run_delay;
 	if ((s64)delay > 0)
 		state->wait_ns += delay;
 	return 0;
@@ -287,10 +336,10 @@ int flush(void *unused)
 		faults = faults_of(current);
 		if (state->task == pid)
 			state->page_faults += faults - state->task_faults;
-		state->task = pid;
 		state->task_faults = faults;
 	}
-	charge(state, &now, cpu, true);
+	state->task = pid;
+	charge(state, &now, cpu, true, true);
 	if (pid != 0)
 		state->cgroup = cgroup_of_address(current);
 	state->slot = slot_of(state->cgroup);
@@ -311,7 +360,7 @@ int flush_owned(void *unused)
 		return 0;
 	read_rq(rq, &now);
 	state->rq = (u64)rq;
-	charge(state, &now, cpu, false);
+	charge(state, &now, cpu, false, true);
 	/* What only the hook keeps up to date starts anew with it. */
 	state->task = 0;
 	state->idle_since = BPF_CORE_READ(current, pid) == 0 ? now.clock : 0;

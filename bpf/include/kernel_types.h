@@ -72,6 +72,7 @@ struct css_set {
 
 struct sched_info {
 	unsigned long long run_delay;
+	unsigned long long last_arrival;
 	unsigned long long last_queued;
 };
 
@@ -97,6 +98,7 @@ struct cfs_rq {
 
 struct sched_entity {
 	struct cfs_rq *cfs_rq;
+	u64 exec_start;
 };
 
 struct task_struct {
