@@ -48,7 +48,7 @@ class CpuConfig:
 
     counters: tuple[str, ...] = COUNTERS  # hardware counters to open; empty: none
     hierarchy: str = "auto"  # the cgroup hierarchy that tells jobs apart, e.g. "unified", "freezer"
-    mode: str = "auto"  # auto | hook | owned: charge by the scheduler hook or by CPUs that jobs own
+    mode: str = "auto"  # auto: without the scheduler hook where jobs own their CPUs; hook: always with it
     # When the kernel measures the BPF programs' own run time, which itself costs a little on every
     # run: sampled (one tick in `bpf_stats_every`) | always | off
     bpf_stats: str = "sampled"
@@ -156,7 +156,7 @@ def _checked(config: Config) -> Config:
     if unknown:
         raise ConfigError(f"cpu.counters: {', '.join(unknown)} is not one of {', '.join(COUNTERS)}")
     for name, value, allowed in (
-        ("cpu.mode", c.mode, ("auto", "hook", "owned")),
+        ("cpu.mode", c.mode, ("auto", "hook")),
         ("cpu.bpf_stats", c.bpf_stats, ("sampled", "always", "off")),
     ):
         if value not in allowed:

@@ -31,9 +31,12 @@ BURN = "while True: pass"
 class Node:
     """One agent under test and its files."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], options: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str], options: tuple[str, ...], world: tuple[str, ...] = ()
+    ) -> None:
         self.socket, self.log = folder / "agent.sock", folder / "agent.log"
         command = [
+            *world,
             *ME,
             "agent",
             "--socket",
@@ -92,9 +95,9 @@ Start = Callable[..., Node]
 def start(tmp_path: Path) -> Iterator[Start]:
     nodes: list[Node] = []
 
-    def one(*options: str, folder: str = "node", **environment: str) -> Node:
+    def one(*options: str, folder: str = "node", world: tuple[str, ...] = (), **environment: str) -> Node:
         (tmp_path / folder).mkdir(exist_ok=True)
-        nodes.append(Node(tmp_path / folder, environment, options))
+        nodes.append(Node(tmp_path / folder, environment, options, world))
         return nodes[-1]
 
     yield one
@@ -121,11 +124,10 @@ def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[str, sub
     """Start a job by `expanse-ebpf run`; its key and the process."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def one(name: str, *command: str) -> tuple[str, subprocess.Popen[bytes]]:
+    def one(name: str, *command: str, world: tuple[str, ...] = ()) -> tuple[str, subprocess.Popen[bytes]]:
         name = f"{name}-{os.getpid()}"
-        started.append(
-            subprocess.Popen([*ME, "run", "--name", name, "--", *command], stdin=subprocess.DEVNULL)
-        )
+        run = [*world, *ME, "run", "--name", name, "--", *command]
+        started.append(subprocess.Popen(run, stdin=subprocess.DEVNULL))
         return f"run/{name}", started[-1]
 
     yield one
@@ -175,6 +177,40 @@ def test_a_job_from_its_start_to_its_end_on_the_node_and_in_the_store(
     with sqlite3.connect(tmp_path / "reports.db") as store:
         rows = store.execute("SELECT count(*) FROM samples").fetchone()[0]
     assert rows >= 8
+
+
+# What a host of each kind has mounted, made in a mount namespace of this one.
+WORLDS = {
+    "v2": "umount -l /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup",
+    "v1": "umount /sys/fs/cgroup/unified",
+    "hybrid": "true",
+}
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+def test_both_cgroup_worlds(
+    kind: str, start: Start, run: Callable[..., tuple[str, subprocess.Popen[bytes]]]
+) -> None:
+    """On this machine the controllers stay with v1, so the pure v2 host is one without a memory controller."""
+    world = ("unshare", "--mount", "sh", "-c", f'{WORLDS[kind]} && exec "$@"', "sh")
+    check = subprocess.run([*world, *ME, "check", "--json"], capture_output=True, text=True, check=False)
+    modes = [f["detail"] for f in json.loads(check.stdout)["findings"] if f["name"] == "cgroups"]
+    assert kind in modes[0]
+    node = start(world=world)
+    key, process = run("world", sys.executable, "-c", "x = bytearray(20 << 20)\n" + BURN, world=world)
+    snapshot = node.wait_for(lambda s: (job(s, key) or {}).get("cpu_cores"))
+    seen = job(snapshot, key)
+    assert seen is not None
+    assert seen["counters"]["run_cores"] == pytest.approx(seen["cpu_cores"], abs=0.1)
+    if kind == "v2":
+        assert seen["memory_bytes"] is None
+        assert "memory" in seen["unavailable"]
+    else:
+        assert seen["memory_bytes"] > 20 << 20
+    process.terminate()
+    assert process.wait(15) == 128 + signal.SIGTERM
+    node.wait_for(lambda s: job(s, key) is None)
+    assert node.stop() == 0
 
 
 def test_jobs_and_the_rest_add_up_to_what_the_node_did(

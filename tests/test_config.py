@@ -52,7 +52,7 @@ def test_lists_and_switches(no_file: Path) -> None:
         ("agent = 3", "not one of the tables"),
         ("[cpu]\ncounters = 'bogus'", "bogus is not one of cycles"),
         ("[cpu]\ncounters = [1]", "a list of strings is wanted"),
-        ("[cpu]\nmode = 'fast'", "not one of auto, hook, owned"),
+        ("[cpu]\nmode = 'fast'", "not one of auto, hook"),
         ("[cpu]\nbpf_stats = 'maybe'", "not one of sampled"),
         ("[cpu]\nbpf_stats_every = 1", "less than 2"),
         ("[sources]\ncpu = 'perhaps'", "true or false is wanted"),
@@ -108,3 +108,14 @@ def test_addresses() -> None:
     for bad in ("host", ":1", "host:", "host:x", "host:٣"):
         with pytest.raises(ConfigError, match="x: "):
             split_address(bad, "x")
+
+
+def test_the_example_file_shows_every_setting_with_its_default() -> None:
+    import tomllib
+
+    file = Path(__file__).parents[1] / "deploy/config.example.toml"
+    assert load(file, {}) == Config()
+    shown = tomllib.loads(file.read_text(encoding="utf-8"))
+    assert {table: set(shown[table]) for table in shown} == {
+        table: {f.name for f in fields(kind)} for table, kind in TABLES.items()
+    }

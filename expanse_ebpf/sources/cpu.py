@@ -80,7 +80,7 @@ class CpuSource:
 
     def jobs_changed(self) -> None:
         """A job has come: until its CPUs are known to be its own, everything is charged by the hook."""
-        if self._accounting is not None and self.mode == "owned" and self._config.mode != "owned":
+        if self._accounting is not None and self.mode == "owned":
             self._accounting.attach()
             self.mode = "hook"
             self._ticks = 0
