@@ -154,7 +154,9 @@ def _checked(config: Config) -> Config:
         raise ConfigError(f"controller.max_unsent: {config.controller.max_unsent} is less than 1")
     unknown = sorted(set(c.counters) - set(COUNTERS))
     if unknown:
-        raise ConfigError(f"cpu.counters: {', '.join(unknown)} is not one of {', '.join(COUNTERS)}")
+        raise ConfigError(
+            f"cpu.counters: {', '.join(map(repr, unknown))} is not one of {', '.join(COUNTERS)}"
+        )
     for name, value, allowed in (
         ("cpu.mode", c.mode, ("auto", "hook")),
         ("cpu.bpf_stats", c.bpf_stats, ("sampled", "always", "off")),

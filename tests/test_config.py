@@ -50,7 +50,7 @@ def test_lists_and_switches(no_file: Path) -> None:
         ("[agent]\ncolour = 'red'", "no such setting"),
         ("[paint]\ncolour = 'red'", "not one of the tables agent, controller"),
         ("agent = 3", "not one of the tables"),
-        ("[cpu]\ncounters = 'bogus'", "bogus is not one of cycles"),
+        ("[cpu]\ncounters = 'bogus'", "'bogus' is not one of cycles"),
         ("[cpu]\ncounters = [1]", "a list of strings is wanted"),
         ("[cpu]\nmode = 'fast'", "not one of auto, hook"),
         ("[cpu]\nbpf_stats = 'maybe'", "not one of sampled"),

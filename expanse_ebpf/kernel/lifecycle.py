@@ -82,9 +82,7 @@ class Lifecycle:
     def __init__(self, hierarchy: str, hierarchy_id: int, handle: Callable[[Event], None]) -> None:
         """Load for jobs told apart in `hierarchy` (of HIERARCHIES); events go to `handle` on consume()."""
         self.hierarchy = hierarchy
-        self.configuration = Configuration(
-            HIERARCHIES.index(hierarchy), hierarchy_id, 0, cpus.count()
-        )
+        self.configuration = Configuration(HIERARCHIES.index(hierarchy), hierarchy_id, 0, cpus.count())
         self._object = libbpf.load_shrinking(self._set_up)
         try:
             self._rows = self._object.maps["totals"].mapped(MAX_SLOTS * ROW_SIZE)
