@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import expanse_ebpf
 from expanse_ebpf import own_cost, sources
 from expanse_ebpf.errors import ExpanseError, UnavailableError
-from expanse_ebpf.jobs import hierarchies
+from expanse_ebpf.jobs import hierarchies, launch
 from expanse_ebpf.jobs.identity import IdentityReader
 from expanse_ebpf.jobs.paths import UnitFilter
 from expanse_ebpf.jobs.table import JobTable
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _RETRY_TICKS = 60  # how often a source that could not start is tried again
+_SWEEP_TICKS = 60  # how often cgroups that a killed `run` has left are looked for
 
 
 class Agent:
@@ -231,6 +232,8 @@ class Agent:
         self._table.finish()
         if self._adoptions is not None:
             self._adoptions.remove_empty()
+        if report.sequence % _SWEEP_TICKS == 0:
+            launch.sweep(self._hierarchies)
         self.newest = report
         self._socket.publish(report)
         if self._stream is not None:

@@ -136,7 +136,7 @@ def unavailable_jobs(report: Report) -> Iterator[Row]:
 def load(report: Report) -> Iterator[Row]:
     """The host's load."""
     # A load of 0 is real; whether anybody read it shows in the number of CPUs.
-    if report.host.cpus_online and math.isfinite(report.host.load_1m):
+    if report.host.HasField("load_1m") and math.isfinite(report.host.load_1m):
         yield (), report.host.load_1m
 
 

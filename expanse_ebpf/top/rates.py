@@ -374,7 +374,7 @@ def _host(host: HostSample, deltas: _Deltas) -> Values:
         "cpu_cores": deltas.cores("host.cpu_busy_ns", _optional(host, "cpu_busy_ns")),
         "memory_total_bytes": _optional(host, "memory_total_bytes"),
         "memory_available_bytes": _optional(host, "memory_available_bytes"),
-        "load_1m": _finite(host.load_1m),
+        "load_1m": _finite(host.load_1m) if host.HasField("load_1m") else None,
         "network": {
             name: _network(net, f"host.{name}", deltas) for name, net in sorted(host.network.items())
         },
