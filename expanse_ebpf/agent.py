@@ -58,6 +58,7 @@ class Agent:
         self._last_tick: float | None = None
         self._tick_ns = 0
         self._missed = 0
+        self._last_failure = ""
         self._events_lost = 0
         self._own = own_cost.OwnCost()
         units = UnitFilter.of(config.jobs)
@@ -178,7 +179,7 @@ class Agent:
                     for key, mask in self._selector.select(wait):
                         key.data(mask)
                     continue
-                self.tick()
+                self._guarded_tick()
                 if ticks is not None:
                     ticks -= 1
                 due += interval
@@ -211,6 +212,15 @@ class Agent:
 
     def _asked_to_stop(self, *_: object) -> None:
         self._stopping = True
+
+    def _guarded_tick(self) -> None:
+        try:
+            self.tick()
+        except Exception as error:  # watching goes on whatever a job has thought of
+            self._missed += 1
+            if str(error) != self._last_failure:
+                self._last_failure = str(error)
+                _log.exception("a tick failed; further ones that fail alike are only counted")
 
     def tick(self) -> Report:
         """Make one report and hand it on."""

@@ -191,7 +191,7 @@ WORLDS = {
 def test_both_cgroup_worlds(
     kind: str, start: Start, run: Callable[..., tuple[str, subprocess.Popen[bytes]]]
 ) -> None:
-    """On this machine the controllers stay with v1, so the pure v2 host is one without a memory controller."""
+    """Where the controllers stay with v1, the pure v2 host is one without a memory controller."""
     world = ("unshare", "--mount", "sh", "-c", f'{WORLDS[kind]} && exec "$@"', "sh")
     check = subprocess.run([*world, *ME, "check", "--json"], capture_output=True, text=True, check=False)
     modes = [f["detail"] for f in json.loads(check.stdout)["findings"] if f["name"] == "cgroups"]
@@ -482,3 +482,30 @@ def test_bad_input_is_one_line_with_cause_and_remedy(options: list[str], words: 
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_a_tick_that_fails_is_counted_and_the_next_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from expanse_ebpf.agent import Agent
+    from expanse_ebpf.config import load
+
+    overrides = {"agent.socket": str(tmp_path / "s"), "agent.state_dir": str(tmp_path), "agent.interval_s": 0.1}
+    agent = Agent(load(None, {}, overrides))
+    agent.start()
+    try:
+        update = agent._table.update
+        answers = iter([RuntimeError("odd job"), RuntimeError("odd job")])
+
+        def odd() -> Any:
+            for error in answers:
+                raise error
+            return update()
+
+        monkeypatch.setattr(agent._table, "update", odd)
+        agent.run(3)
+        assert agent.newest is not None
+        assert agent.newest.collector.ticks_missed == 2
+        assert caplog.text.count("Traceback") == 1
+    finally:
+        agent.stop()
