@@ -490,7 +490,11 @@ def test_a_tick_that_fails_is_counted_and_the_next_one_comes(
     from expanse_ebpf.agent import Agent
     from expanse_ebpf.config import load
 
-    overrides = {"agent.socket": str(tmp_path / "s"), "agent.state_dir": str(tmp_path), "agent.interval_s": 0.1}
+    overrides = {
+        "agent.socket": str(tmp_path / "s"),
+        "agent.state_dir": str(tmp_path),
+        "agent.interval_s": 0.1,
+    }
     agent = Agent(load(None, {}, overrides))
     agent.start()
     try:
