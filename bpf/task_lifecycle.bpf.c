@@ -45,6 +45,7 @@ struct losses {
 	u64 lost;	 /* the ring buffer was full */
 	u64 slots_short; /* a cgroup was made while no slot was free */
 	u64 moves;	 /* processes moved between cgroups */
+	u64 renames;	 /* cgroups that changed their path (v1 only) */
 };
 
 struct {
@@ -85,15 +86,19 @@ static __always_inline struct event *reserve(u32 kind, u64 cgroup)
 	return event;
 }
 
-/* A slot for a cgroup that has just been made: its job's, or else a free one. */
-static __always_inline u32 give_slot(u64 cgroup, u64 parent, u32 *inherited)
+/*
+ * A slot for a cgroup that has just been made: its job's, or else a free one. A free one is taken only
+ * when user space will hear of it (`event`), since nobody else can give it back.
+ */
+static __always_inline void give_slot(u64 cgroup, u64 parent, struct event *event)
 {
 	struct slot_of_cgroup entry = {}, *above = bpf_map_lookup_elem(&slots, &parent);
 	struct losses *loss;
 
 	if (above && above->confirmed) {
 		entry = *above;
-		*inherited = 1;
+	} else if (!event) {
+		return;
 	} else if (bpf_map_pop_elem(&free_slots, &entry.slot)) {
 		entry.slot = SLOT_OVERFLOW;
 		loss = the_losses();
@@ -101,24 +106,28 @@ static __always_inline u32 give_slot(u64 cgroup, u64 parent, u32 *inherited)
 			__sync_fetch_and_add(&loss->slots_short, 1);
 	}
 	bpf_map_update_elem(&slots, &cgroup, &entry, BPF_NOEXIST);
-	return entry.slot;
+	if (event) {
+		event->slot = entry.slot;
+		event->inherited = entry.confirmed;
+	}
 }
 
 static __always_inline void report_cgroup(u32 kind, struct cgroup *cgroup, const char *path)
 {
 	u64 id = cgroup->kn->id;
-	u32 hierarchy = cgroup->root->hierarchy_id, slot = SLOT_SYSTEM, inherited = 0;
-	struct event *event;
+	u32 hierarchy = cgroup->root->hierarchy_id;
+	struct event *event = reserve(kind, id);
 	long size;
 
-	if (kind == CGROUP_MADE && hierarchy == config.hierarchy_id)
-		slot = give_slot(id, BPF_CORE_READ(cgroup, self.parent, cgroup, kn, id), &inherited);
-	event = reserve(kind, id);
+	if (hierarchy == config.hierarchy_id) {
+		if (kind == CGROUP_MADE)
+			give_slot(id, BPF_CORE_READ(cgroup, self.parent, cgroup, kn, id), event);
+		else
+			bpf_map_delete_elem(&slots, &id);
+	}
 	if (!event)
 		return;
 	event->hierarchy_id = hierarchy;
-	event->slot = slot;
-	event->inherited = inherited;
 	size = bpf_probe_read_kernel_str(event->path, sizeof(event->path), path);
 	event->path_size = size > 0 ? size : 0;
 	bpf_ringbuf_submit(event, 0);
@@ -135,6 +144,16 @@ SEC("tp_btf/cgroup_rmdir")
 int BPF_PROG(on_cgroup_rmdir, struct cgroup *cgroup, const char *path)
 {
 	report_cgroup(CGROUP_REMOVED, cgroup, path);
+	return 0;
+}
+
+SEC("tp_btf/cgroup_rename")
+int BPF_PROG(on_cgroup_rename, struct cgroup *cgroup, const char *path)
+{
+	struct losses *loss = the_losses();
+
+	if (loss)
+		__sync_fetch_and_add(&loss->renames, 1);
 	return 0;
 }
 

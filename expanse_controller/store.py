@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from expanse_controller import schema
 from expanse_controller.columns import COLUMNS, Value, values
+from expanse_controller.errors import ControllerError
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JobIdentity, JobSample, NodeIdentity, Report
 
 STORED, REPLAYED, OUT_OF_ORDER = "stored", "replayed", "out of order"
@@ -84,7 +85,14 @@ class Store:
             os.close(self._lock)
             raise
         self._boots: dict[tuple[str, str, str], Boot] = {}
-        self._recover()
+        try:
+            self._recover()
+        except sqlite3.Error as error:
+            self._db.close()
+            os.close(self._lock)
+            raise ControllerError(
+                f"{path}: {error}; free some space, or give another file with --db"
+            ) from None
 
     def close(self) -> None:
         """Write what is held back and close the file."""

@@ -59,7 +59,7 @@ class Agent:
         self._tick_ns = 0
         self._missed = 0
         self._last_failure = ""
-        self._events_lost = 0
+        self._unseen = 0  # events that were lost, and renames, which say too little
         self._own = own_cost.OwnCost()
         units = UnitFilter.of(config.jobs)
         pods = None
@@ -227,9 +227,10 @@ class Agent:
         started = time.monotonic()
         if self._lifecycle is not None:
             self._lifecycle.consume()
-            lost = self._lifecycle.losses().lost
-            if lost != self._events_lost:
-                self._events_lost = lost
+            losses = self._lifecycle.losses()
+            unseen = losses.lost + losses.renames
+            if unseen != self._unseen:
+                self._unseen = unseen
                 self._table.resync()
         else:
             self._table.resync()
@@ -244,6 +245,12 @@ class Agent:
             self._adoptions.remove_empty()
         if report.sequence % _SWEEP_TICKS == 0:
             launch.sweep(self._hierarchies)
+        launch.clear(
+            directory
+            for job in self._table.left_over
+            if job.identity.scheduler == "run"
+            for directory in job.directories.values()
+        )
         self.newest = report
         self._socket.publish(report)
         if self._stream is not None:
@@ -328,9 +335,9 @@ class Agent:
         if name is None:
             return
         if not event.path:  # too long to be told: look for it
-            self._events_lost = -1
+            self._unseen = -1
         elif event.kind == kernel.CGROUP_REMOVED:
-            self._table.removed(name, event.path)
+            self._table.removed(name, event.path, event.cgroup)
         else:
             new = self._table.made(name, event.path, event.cgroup, event.slot, inherited=event.inherited)
             if new is not None:

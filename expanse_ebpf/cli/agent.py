@@ -19,6 +19,8 @@ import click
 from expanse_ebpf.config import Config, load
 from expanse_ebpf.errors import UnavailableError
 
+_LEAST_FILES = 256
+
 
 @click.command("agent")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Configuration file (TOML).")
@@ -82,6 +84,11 @@ def command(
 def _raise_descriptor_limit() -> None:
     """Counters take a descriptor per event and CPU, and cgroup files stay open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < _LEAST_FILES:
+        raise UnavailableError(
+            f"only {hard} files may be open, {_LEAST_FILES} are the least that the agent can work with: "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

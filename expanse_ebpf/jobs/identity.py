@@ -209,7 +209,7 @@ class IdentityReader:
         # The deepest: controllers differ in how far down they go.
         found = [
             path
-            for path in parse_proc_cgroup(data.decode("utf-8", "replace")).values()
+            for path in parse_proc_cgroup(os.fsdecode(data)).values()
             if path == job_path or path.startswith(below)
         ]
         return max(found, key=len, default=None)

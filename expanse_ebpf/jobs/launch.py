@@ -20,7 +20,8 @@ from expanse_ebpf.errors import ExpanseError
 from expanse_ebpf.jobs import paths
 from expanse_ebpf.jobs.hierarchies import Hierarchy, mounted, parse_proc_cgroup
 
-MAX_DEPTH = 16  # of cgroups that a job made below its own
+_BATCH = 256  # processes signalled at once, each with a descriptor
+MAX_CGROUPS = 65536  # that a job made below its own
 SETTLE_S = 2.0  # the kernel says EBUSY for a moment after the last process of a cgroup has gone
 
 CONTROLLERS = frozenset({"memory", "cpu", "cpuacct", "cpuset", "freezer", "blkio", "pids", "devices"})
@@ -50,7 +51,7 @@ def _tree(directory: str) -> list[str]:
     """`directory` and the cgroups below it, deepest first."""
     found: list[str] = []
     level = [directory]
-    for _ in range(MAX_DEPTH):
+    while level and len(found) < MAX_CGROUPS:
         found.extend(level)
         below: list[str] = []
         for parent in level:
@@ -83,17 +84,23 @@ def remove(directories: Iterable[str], settle_s: float = SETTLE_S) -> list[str]:
 
 def signal_all(directories: Sequence[str], number: signal.Signals) -> int:
     """Send a signal to every process of these cgroups; how many there were."""
+    pids = sorted(pids_of(directories))
+    return sum(_signal(pids[i : i + _BATCH], directories, number) for i in range(0, len(pids), _BATCH))
+
+
+def _signal(pids: Sequence[int], directories: Sequence[str], number: signal.Signals) -> int:
     count = 0
-    for pid in pids_of(directories):
-        with contextlib.suppress(OSError):
-            descriptor = os.pidfd_open(pid)
-            try:
-                # The pid may have passed to a stranger since it was listed; the pidfd cannot.
-                if pid in pids_of(directories):
-                    signal.pidfd_send_signal(descriptor, number)
-                    count += 1
-            finally:
-                os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        opened: dict[int, int] = {}
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                opened[pid] = os.pidfd_open(pid)
+                stack.callback(os.close, opened[pid])
+        # A pid may have passed to a stranger since it was listed; a pidfd cannot.
+        for pid in pids_of(directories) & opened.keys():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(opened[pid], number)
+                count += 1
     return count
 
 
@@ -136,18 +143,25 @@ def sweep(hierarchies: Iterable[Hierarchy]) -> list[str]:
 
     A directory that somebody works on is locked, and one with a process in it cannot be removed.
     """
-    removed: list[str] = []
+    found: list[str] = []
     for hierarchy in hierarchies:
         with contextlib.suppress(OSError), os.scandir(hierarchy.mount) as entries:
-            for path in [entry.path for entry in entries if entry.name.startswith(paths.RUN_PREFIX)]:
-                with contextlib.suppress(OSError):
-                    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    try:
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        if not pids_of([path]) and not remove([path], 0):
-                            removed.append(path)
-                    finally:
-                        os.close(descriptor)
+            found += [entry.path for entry in entries if entry.name.startswith(paths.RUN_PREFIX)]
+    return clear(found)
+
+
+def clear(directories: Iterable[str]) -> list[str]:
+    """Remove those of these cgroups that nobody works on and no process is in; the ones that went."""
+    removed: list[str] = []
+    for path in directories:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not pids_of([path]) and not remove([path], 0):
+                    removed.append(path)
+            finally:
+                os.close(descriptor)
     return removed
 
 

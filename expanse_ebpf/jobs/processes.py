@@ -82,7 +82,7 @@ def in_cgroup(pid: int, cgroup: str) -> bool:
         return True
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
-            lines = file.read(65536).split("\n")
+            paths = [clean(line.split(":", 2)[-1], 4096) for line in file.read(65536).split("\n")]
     except OSError:
         return False
-    return any(f"{line.split(':', 2)[-1]}/".startswith(f"{cgroup}/") for line in lines)
+    return any(f"{path}/".startswith(f"{cgroup}/") for path in paths)

@@ -196,10 +196,7 @@ class JobTable:
             self.removed(self._telling, path)
         for path, cgroup in present.items():
             known = self._by_cgroup.get(path)
-            if known is not None and self._entries[known].cgroups[path][0] != cgroup:
-                self.removed(self._telling, path)  # removed and made again in between
-                known = None
-            if known is None:
+            if known is None or self._entries[known].cgroups[path][0] != cgroup:
                 self.made(self._telling, path, cgroup, 0, inherited=False)
         for name, hierarchy in self._hierarchies.items():
             if name != self._telling:
@@ -241,6 +238,9 @@ class JobTable:
                 self._see_elsewhere(seen, path)
             self._add_directory(hierarchy, path)
             return None
+        known = self._by_cgroup.get(path)
+        if known is not None and self._entries[known].cgroups[path][0] != cgroup:
+            self.removed(hierarchy, path)  # unheard of: that event was lost
         given = slot if slot > 1 and not inherited else None  # a slot of its own
         if given is not None:
             self._accounts.taken()
@@ -275,18 +275,20 @@ class JobTable:
             job.identity.containers.append(place.container)
         return new
 
-    def removed(self, hierarchy: str, path: str) -> None:
-        """A cgroup was removed."""
+    def removed(self, hierarchy: str, path: str, cgroup: int | None = None) -> None:
+        """A cgroup was removed; with its id, only if it is still the one that is known at this path."""
         if hierarchy != self._telling:
             self._elsewhere.get(hierarchy, {}).pop(path, None)
             return
         self._unattributed.discard(path)
-        job = self._by_cgroup.pop(path, None)
+        job = self._by_cgroup.get(path)
         if job is None:
             return
         entry = self._entries[job]
-        cgroup, _ = entry.cgroups.pop(path)
-        self._accounts.forget(cgroup)
+        if cgroup is not None and entry.cgroups[path][0] != cgroup:
+            return
+        del self._by_cgroup[path]
+        self._accounts.forget(entry.cgroups.pop(path)[0])
         entry.changes = -1
         if path == entry.path:
             del self._by_path[path]
@@ -312,7 +314,7 @@ class JobTable:
         moves = self._accounts.moves()
         moved, self._moves = moves != self._moves, moves
         for job, entry in self._entries.items():
-            if job.state == JOB_STATE_ENDED and not entry.dormant:
+            if job.state == JOB_STATE_ENDED and (not entry.dormant or self._gone(job, entry)):
                 continue
             changes = self._accounts.changes(job.slot) if job.slot is not None else -1
             if moved or changes != entry.changes or changes == -1:
@@ -329,10 +331,15 @@ class JobTable:
             if job.state != JOB_STATE_ENDED:
                 continue
             entry.dormant = True
-            if entry.path not in self._by_path or self._by_path[entry.path] is not job:
+            if self._gone(job, entry):
                 del self._entries[job]
                 if job.slot is not None:
                     self._accounts.end(job.slot)
+
+    @property
+    def left_over(self) -> list[Job]:
+        """Jobs that are over and whose cgroups are still there."""
+        return [j for j, entry in self._entries.items() if entry.dormant and j.state == JOB_STATE_ENDED]
 
     @property
     def unattributed(self) -> int:
@@ -343,6 +350,10 @@ class JobTable:
         return (job for job, entry in self._entries.items() if not entry.dormant)
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _gone(self, job: Job, entry: _Entry) -> bool:
+        """Whether the job's own cgroup has been removed; another may be in its place."""
+        return self._by_path.get(entry.path) is not job
 
     def _new_job(self, own: str, place: Place, cgroup: int | None, given: int | None, found: bool) -> Job:
         hierarchy = self._hierarchies[self._telling]
@@ -363,18 +374,28 @@ class JobTable:
                 job.slot = self._accounts.take()
             except UnavailableError:
                 job.slot = None
-        for name, controller in self._controllers.items():
-            seen = self._elsewhere.get(controller.name, {})
-            if controller.name == self._telling or own in seen:
-                found_at = controller.directory(own)
-                if found_at is not None:
-                    job.directories[name] = found_at
+        self._set_directory(job, self._telling, own)
+        for name, seen in self._elsewhere.items():
+            if own in seen:
+                self._set_directory(job, name, own)
+            else:  # a user's job lies below wherever the user is in each hierarchy
+                alike = [path for path, key in seen.items() if key == (place.scheduler, place.id)]
+                if len(alike) == 1:
+                    self._set_directory(job, name, alike[0])
         return job
 
     def _add_directory(self, hierarchy: str, path: str) -> None:
         job = self._by_path.get(path)
+        key = self._elsewhere[hierarchy].get(path)
+        if job is None and key is not None:
+            alike = [j for j in self._by_path.values() if (j.identity.scheduler, j.identity.id) == key]
+            job = alike[0] if len(alike) == 1 else None
+        if job is not None:
+            self._set_directory(job, hierarchy, path)
+
+    def _set_directory(self, job: Job, hierarchy: str, path: str) -> None:
         found_at = self._hierarchies[hierarchy].directory(path)
-        if job is not None and found_at is not None:
+        if found_at is not None:
             for name, controller in self._controllers.items():
                 if controller.name == hierarchy:
                     job.directories[name] = found_at

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
+import os
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,7 +32,7 @@ RUN_NS, SWITCHES, WAIT_NS, PAGE_FAULTS, MIGRATIONS, FORKS, EXECS, EXITS, CHANGES
 COUNTERS = 9  # index of the first hardware counter in a row
 _EXEC_LIMIT_OFFSET = 9 * 8
 _EVENT = struct.Struct("=QIIIIII")
-_LOSSES = struct.Struct("=4Q")
+_LOSSES = struct.Struct("=5Q")
 
 
 class Configuration(ctypes.Structure):
@@ -63,6 +65,7 @@ class Losses(NamedTuple):
     lost: int
     slots_short: int
     moves: int
+    renames: int
 
 
 def decode(record: bytes) -> Event | None:
@@ -72,7 +75,7 @@ def decode(record: bytes) -> Event | None:
     cgroup, kind, hierarchy, slot, inherited, pid, size = _EVENT.unpack_from(record)
     path = record[_EVENT.size : _EVENT.size + max(0, size - 1)]
     # A path that fills the buffer may have been cut: better none than a wrong one.
-    text = "" if size >= 1023 else path.decode(errors="surrogateescape")
+    text = "" if size >= 1023 else os.fsdecode(path)
     return Event(kind, hierarchy, cgroup, slot, bool(inherited), pid, text)
 
 
@@ -88,6 +91,7 @@ class Lifecycle:
             self._rows = self._object.maps["totals"].mapped(MAX_SLOTS * ROW_SIZE)
             self._losses = self._object.maps["losses"].mapped(_LOSSES.size)
             self._put_up = 0
+            self.unassigned = 0  # cgroups for which the kernel's table had no room
             self.slots = Slots(MAX_SLOTS, 24, self.row)
             self.put_up()
 
@@ -160,8 +164,16 @@ class Lifecycle:
             self._put_up += 1
 
     def assign(self, cgroup: int, slot: int) -> None:
-        """From now on `cgroup`, and cgroups made below it, are accounted in `slot`."""
-        self._object.maps["slots"].update(cgroup.to_bytes(8, "little"), struct.pack("=II", slot, 1))
+        """From now on `cgroup`, and cgroups made below it, are accounted in `slot`.
+
+        Where the kernel's table of cgroups is full it is left to no job, and counted.
+        """
+        try:
+            self._object.maps["slots"].update(cgroup.to_bytes(8, "little"), struct.pack("=II", slot, 1))
+        except libbpf.BpfError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            self.unassigned += 1
 
     def forget(self, cgroup: int) -> None:
         """`cgroup` is gone, or no job's."""

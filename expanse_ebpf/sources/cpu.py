@@ -115,7 +115,7 @@ class CpuSource:
         self._cost.fill(report)
         losses = lifecycle.losses()
         collector.events_submitted, collector.events_lost = losses.submitted, losses.lost
-        collector.slots_exhausted = losses.slots_short
+        collector.slots_exhausted = losses.slots_short + lifecycle.unassigned
         errors = accounting.read_errors()
         if errors:
             self.unavailable["reads"] = f"{errors} readings of hardware counters failed"

@@ -279,6 +279,61 @@ def test_a_recycled_id_is_another_run(node: Node) -> None:
     assert [job.identity.run for job in node.table.update()] == [second.identity.run]
 
 
+def test_a_run_that_is_over_stays_over_when_its_successor_has_the_same_path(node: Node) -> None:
+    node.begin()
+    path = "/system.slice/g.service"
+    first = node.made(path, slot=5)
+    assert first is not None
+    node.lay(path, (400,))
+    node.process(400, path)
+    node.tick()
+    node.lay(path)
+    assert node.tick() == {"unit/g.service": JOB_STATE_ENDED}
+    node.removed(path)
+    second = node.made(path, slot=6)
+    node.lay(path, (401,))
+    node.process(401, path)
+    assert node.tick() == {"unit/g.service": JOB_STATE_RUNNING}
+    assert list(node.table) == [second]
+    assert node.slots.ended == [5]
+
+
+def test_a_removal_that_was_not_heard_of_still_ends_the_run(node: Node) -> None:
+    node.begin()
+    path = f"{SLURM}/job_501"
+    first = node.made(path, slot=5)
+    assert first is not None
+    second = node.table.made(node.telling, path, first.identity.run + 1, 6, inherited=False)
+    assert second is not None
+    jobs = {job.identity.run: job.state for job in node.table.update()}
+    assert jobs[first.identity.run] == JOB_STATE_ENDED
+    assert jobs[second.identity.run] != JOB_STATE_ENDED
+    node.table.finish()
+    assert node.slots.ended == [5]
+
+
+def test_a_removal_that_is_heard_of_too_late_ends_nobody_else(node: Node) -> None:
+    node.begin()
+    path = f"{SLURM}/job_501"
+    first = node.made(path, slot=5)
+    assert first is not None
+    second = node.table.made(node.telling, path, first.identity.run + 1, 6, inherited=False)
+    assert second is not None
+    node.table.removed(node.telling, path, first.identity.run)
+    node.table.update()
+    node.table.finish()
+    assert [job.identity.run for job in node.table.update()] == [second.identity.run]
+
+
+def test_a_users_job_that_lies_elsewhere_in_other_hierarchies_is_found_there(tmp_path: Path) -> None:
+    node = Node(tmp_path, ("unified", "memory"))
+    node.begin()
+    job = node.made("/expanse-run-a", slot=2)
+    assert job is not None
+    node.made("/session/7/expanse-run-a", hierarchy="memory")
+    assert job.directories["memory"] == str(node.mounts["memory"] / "session/7/expanse-run-a")
+
+
 def test_after_lost_events_the_tree_is_compared(node: Node) -> None:
     node.begin()
     node.made("/expanse-run-gone", slot=2)
