@@ -307,3 +307,20 @@ def test_a_process_in_a_schedulers_job_stays_there(path: str, refused: bool) -> 
             adopt._refuse_jobs({"freezer": path})
     else:
         adopt._refuse_jobs({"freezer": path})
+
+
+def test_a_job_that_nests_its_cgroups_deeply_is_seen_and_removed_whole(
+    name: str, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    unified = next(h for h in mounted() if h.version == 2)
+    top = Path(unified.mount) / f"expanse-run-{name}"
+    deepest = top.joinpath(*["x"] * 40)
+    deepest.mkdir(parents=True)
+    process = start("sleep", "60")
+    (deepest / "cgroup.procs").write_text(str(process.pid))
+    assert launch.pids_of([str(top)]) == {process.pid}
+    assert launch.clear([str(top)]) == []  # somebody is in
+    assert launch.signal_all([str(top)], signal.SIGKILL) == 1
+    process.wait()
+    assert launch.remove([str(top)]) == []
+    assert not top.exists()
