@@ -48,7 +48,6 @@ class Agent:
         self._sequence = first_sequence()
         self._selector = selectors.DefaultSelector()
         self._stopping = False
-        self._wake: tuple[int, int] | None = None
         self._lifecycle: kernel.Lifecycle | None = None
         self._why_no_bpf = ""
         self._context = sources.Context(config, None)
@@ -67,8 +66,11 @@ class Agent:
             from expanse_ebpf.jobs.kubernetes import PodNames
 
             pods = PodNames(config.jobs.pods_url)
-        self._hierarchies = hierarchies.mounted()
-        self._names = hierarchies.numbers()  # the kernel's number of a hierarchy to its name
+        # Others hold no figures, and BPF cannot tell which of their cgroups a task is in.
+        self._hierarchies = [h for h in hierarchies.mounted() if h.name in kernel.HIERARCHIES]
+        seen = {h.name for h in self._hierarchies}
+        # The kernel's number of each hierarchy that is seen here to its name.
+        self._names = {number: name for number, name in hierarchies.numbers().items() if name in seen}
         self._table = JobTable(self._hierarchies, IdentityReader(pods=pods, units=units), units)
         self._adoptions: Adoptions | None = None
         self._socket = NodeSocket(
