@@ -150,7 +150,7 @@ def test_a_job_from_its_start_to_its_end_on_the_node_and_in_the_store(
     assert snapshot["node"] == os.uname().nodename
     assert seen is not None
     assert (seen["scheduler"], seen["user"], seen["state"]) == ("run", "root", "running")
-    assert seen["cpu_cores"] == pytest.approx(1, abs=0.35)  # other tests may share the two CPUs
+    assert 0.3 < seen["cpu_cores"] < 1.1  # others may share the two CPUs
     assert seen["counters"]["run_cores"] == pytest.approx(seen["cpu_cores"], abs=0.1)
     assert seen["memory_bytes"] > 30 << 20
     assert seen["processes"] == 1
@@ -198,8 +198,9 @@ def test_both_cgroup_worlds(
     assert kind in modes[0]
     node = start(world=world)
     key, process = run("world", sys.executable, "-c", "x = bytearray(20 << 20)\n" + BURN, world=world)
-    snapshot = node.wait_for(lambda s: (job(s, key) or {}).get("cpu_cores"))
-    seen = job(snapshot, key)
+    node.wait_for(lambda s: (job(s, key) or {}).get("cpu_cores"))
+    time.sleep(1.5)  # past the interval in which it began
+    seen = job(node.top(), key)
     assert seen is not None
     assert seen["counters"]["run_cores"] == pytest.approx(seen["cpu_cores"], abs=0.1)
     if kind == "v2":
