@@ -169,9 +169,11 @@ static __always_inline struct last_seen *delay_row(u32 pid)
  */
 static __noinline int missed(struct cpu_state *state, const struct rq *rq, struct task_struct *prev, u32 cpu)
 {
+	const struct task_struct *idle = rq->idle;
 	struct reading then = {
 		.nr_switches = state->nr_switches,
-		.switches = state->switches,
+		/* All but the one that is happening now, away from `prev`. */
+		.switches = rq->nr_switches - idle->nvcsw - idle->nivcsw - 1,
 	};
 	u32 pid = prev->pid, slot;
 	struct last_seen *row;

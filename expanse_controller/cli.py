@@ -7,7 +7,10 @@ import json
 import logging
 import os
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,7 +30,32 @@ def _address(_: click.Context, __: click.Parameter, value: str | None) -> tuple[
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-@click.group()
+class _OneLineErrors(click.Group):
+    """A group whose errors are one line each."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run it and exit."""
+        try:
+            code = super().main(args, "expanse-controller", complete_var, False, **extra)
+        except click.ClickException as error:
+            where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else ""
+            hint = f"; see {where} --help" if where else ""
+            click.echo(f"error: {error.format_message().rstrip('.')}{hint}", err=True)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(130)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=_OneLineErrors)
 @click.version_option(package_name="expanse-ebpf")
 def main() -> None:
     """Collect the reports of every node, keep them, and answer questions about them."""
@@ -73,7 +101,14 @@ def serve(
     announce: int | None,
     parent_death: bool,
 ) -> None:
-    """Take in reports until SIGTERM or SIGINT."""
+    """Take in reports until SIGTERM or SIGINT.
+
+    \b
+    Examples:
+      expanse-controller serve
+      expanse-controller serve --listen 0.0.0.0:9777 --db /srv/expanse.db --keep-days 30
+      expanse-controller serve --metrics-listen 127.0.0.1:9778
+    """
     if parent_death:
         # Told by the kernel when the thread that started this process ends. If it is gone already,
         # nobody reads what is announced, and that ends the controller too.

@@ -15,6 +15,7 @@ from expanse_controller.columns import COLUMNS
 from expanse_controller.presence import LISTED_S, age_s, is_silent
 from expanse_controller.reader import Reader
 from expanse_controller.store import Boot, Store
+from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_ENDED,
     JobsReply,
@@ -154,9 +155,8 @@ async def _parsed(kind: type[_M], raw: bytes, context: Any) -> _M:
 
 
 async def _key(text: str, context: Any) -> tuple[str, str]:
-    scheduler, slash, name = text.partition("/")
-    if not (scheduler and slash and name):
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT, f"{text[:200]!r} is not a job's key, such as slurm/123"
-        )
-    return scheduler, name
+    try:
+        return keys.parse_key(text)
+    except keys.BadKeyError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise

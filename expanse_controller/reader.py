@@ -9,6 +9,7 @@ from pathlib import Path
 from expanse_controller import schema
 from expanse_controller.columns import COLUMNS
 from expanse_controller.store import signed
+from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import JobIdentity, Point, StoredJob
 
 # Keeps an answer below gRPC's 4 MiB: longer series are thinned out evenly. Most values are counters,
@@ -18,7 +19,7 @@ MAX_JOBS = 5000
 
 _JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
     FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
-_BY_KEY = "jobs.scheduler = ? AND (job_id = ? OR (array = ? AND array != '')) "
+_BY_KEY = "jobs.id IN (SELECT job FROM job_names WHERE scheduler = ? AND name >= ? AND name < ?) "
 
 Live = Mapping[int, tuple[int, int]]  # last time and state of jobs that the writer has not settled
 
@@ -44,14 +45,10 @@ class Reader:
             ]
             jobs = [_stored(row, live) for row in found]
             if key:
-                jobs = [
-                    j
-                    for j in jobs
-                    if j.identity.scheduler == key[0] and key[1] in (j.identity.id, j.identity.array)
-                ]
+                jobs = [j for j in jobs if keys.matches(j.identity, "/".join(key))]
         elif key:
             rows = self._db.execute(
-                _JOB + f"WHERE {_BY_KEY} ORDER BY last_ns DESC LIMIT ?", (*key, key[1], limit)
+                _JOB + f"WHERE {_BY_KEY} ORDER BY last_ns DESC LIMIT ?", (*_range(key), limit)
             )
             jobs = [_stored(row, live) for row in rows]
         else:
@@ -76,7 +73,7 @@ class Reader:
         rows = self._db.execute(
             _JOB + f"WHERE {_BY_KEY} AND (? = 0 OR run = ?) AND (? = '' OR nodes.name = ?) "
             "ORDER BY first_ns DESC LIMIT 1",
-            (*key, key[1], signed(run), signed(run), node, node),
+            (*_range(key), signed(run), signed(run), node, node),
         )
         row = rows.fetchone()
         if row is None:
@@ -99,6 +96,13 @@ class Reader:
                 known = {name: value for name, value in zip(fields, values, strict=True) if value is not None}
                 points.append(Point(time_ns=time_ns, values=known))
         return job, points
+
+
+def _range(key: tuple[str, str]) -> tuple[str, str, str]:
+    """The names that `key` means: from the second (included) to the third (excluded)."""
+    scheduler, name = key
+    after = "\U0010ffff" if keys.may_be_cut(scheduler, name) else "\0"
+    return scheduler, name, name + after
 
 
 def _stored(row: sqlite3.Row | tuple[int, int, bytes, str, int, int, int], live: Live) -> StoredJob:

@@ -45,15 +45,23 @@ _TABLES = (
         scheduler TEXT NOT NULL,
         job_id TEXT NOT NULL,
         run INTEGER NOT NULL,
-        array TEXT NOT NULL,
         identity BLOB NOT NULL,
         state INTEGER NOT NULL,
         first_ns INTEGER NOT NULL,
         last_ns INTEGER NOT NULL
     )""",
     "CREATE INDEX jobs_by_run ON jobs (boot, scheduler, run)",
-    "CREATE INDEX jobs_by_key ON jobs (scheduler, job_id)",
-    "CREATE INDEX jobs_by_array ON jobs (scheduler, array) WHERE array != ''",
+    # Everything that a job is asked for by, see wire/keys.py.
+    """CREATE TABLE job_names (
+        scheduler TEXT NOT NULL,
+        name TEXT NOT NULL,
+        job INTEGER NOT NULL,
+        PRIMARY KEY (scheduler, name, job)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX job_names_by_job ON job_names (job)",
+    """CREATE TRIGGER forget_names AFTER DELETE ON jobs BEGIN
+        DELETE FROM job_names WHERE job = OLD.id;
+    END""",
     "CREATE INDEX jobs_by_last ON jobs (last_ns)",
     # A node's jobs of one tick lie side by side: one page per commit instead of one per job.
     f"""CREATE TABLE samples (

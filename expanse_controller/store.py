@@ -16,6 +16,7 @@ from typing import NamedTuple
 from expanse_controller import schema
 from expanse_controller.columns import COLUMNS, Value, values
 from expanse_controller.errors import ControllerError
+from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JobIdentity, JobSample, NodeIdentity, Report
 
 STORED, REPLAYED, OUT_OF_ORDER = "stored", "replayed", "out of order"
@@ -209,13 +210,12 @@ class Store:
             kept = JobIdentity()
             kept.CopyFrom(identity)
             row = self._db.execute(
-                "INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     boot.id,
                     identity.scheduler,
                     identity.id,
                     signed(identity.run),
-                    identity.array,
                     identity.SerializeToString(),
                     sample.state,
                     time_ns,
@@ -223,15 +223,16 @@ class Store:
                 ),
             ).lastrowid
             job = LiveJob(row or 0, kept, sample.state, time_ns)
+            self._name(job)
         elif job.state != sample.state or job.identity != identity:
             # A pod is known by its uid until its name is: the run is the same, so the job is.
             job.identity.CopyFrom(identity)
             job.state = sample.state
+            self._name(job)
             self._db.execute(
-                "UPDATE jobs SET job_id = ?, array = ?, identity = ?, state = ?, last_ns = ? WHERE id = ?",
+                "UPDATE jobs SET job_id = ?, identity = ?, state = ?, last_ns = ? WHERE id = ?",
                 (
                     identity.id,
-                    identity.array,
                     identity.SerializeToString(),
                     sample.state,
                     max(time_ns, job.last_ns),
@@ -322,6 +323,12 @@ class Store:
                 self._roll_back()
                 raise
         return more
+
+    def _name(self, job: LiveJob) -> None:
+        self._db.executemany(
+            "INSERT OR IGNORE INTO job_names VALUES (?, ?, ?)",
+            [(job.identity.scheduler, name, job.id) for name in keys.names(job.identity)],
+        )
 
     def _recover(self) -> None:
         """Take up each node's newest boot, and what a killed controller had not settled."""

@@ -21,6 +21,7 @@ from expanse_ebpf.jobs.paths import UnitFilter
 from expanse_ebpf.jobs.table import JobTable
 from expanse_ebpf.kernel import libbpf
 from expanse_ebpf.kernel import lifecycle as kernel
+from expanse_ebpf.kernel.slots import SLOT_OVERFLOW, SLOT_SYSTEM
 from expanse_ebpf.node_socket import NodeSocket
 from expanse_ebpf.ship.identity import node_identity
 from expanse_ebpf.ship.sequence import first_sequence
@@ -112,12 +113,13 @@ class Agent:
         if telling not in {h.name for h in self._hierarchies}:
             names = ", ".join(h.name for h in self._hierarchies)
             raise UnavailableError(f"cpu.hierarchy: {telling!r} is not mounted here; there are {names}")
-        carried = {}
+        carried: dict[str | int, list[int]] = {}
         if self._lifecycle is not None:  # a change of hierarchy: what was counted goes along
             slots = self._lifecycle.slots
             carried = {
                 job.identity.cgroup: slots.total(job.slot) for job in self._table if job.slot is not None
             }
+            carried |= {slot: slots.total(slot) for slot in (SLOT_SYSTEM, SLOT_OVERFLOW)}
         self._end_sources()
         try:
             self._lifecycle = kernel.Lifecycle(telling, self._number(telling), self._event)
@@ -131,6 +133,9 @@ class Agent:
             for job in self._table:
                 if job.slot is not None and job.identity.cgroup in carried:
                     self._lifecycle.slots.carry(job.slot, carried[job.identity.cgroup])
+            for slot in (SLOT_SYSTEM, SLOT_OVERFLOW):
+                if slot in carried:
+                    self._lifecycle.slots.carry(slot, carried[slot])
         self._context = sources.Context(self.config, self._lifecycle, self._why_no_bpf)
         wanted = [name for name, on in asdict(self.config.sources).items() if on]
         self._sources = sources.create(wanted, self._context)
@@ -146,7 +151,7 @@ class Agent:
             source.start()
             self._down.pop(source.name, None)
         except (ExpanseError, OSError) as error:
-            if self._down.get(source.name) != str(error):
+            if str(error) not in (self._down.get(source.name), self._why_no_bpf):
                 _log.warning("source %s is off: %s", source.name, error)
             self._down[source.name] = str(error)
             source.stop()

@@ -7,8 +7,6 @@ be steered by them.
 
 from __future__ import annotations
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 # C0 controls become the picture of the same control (newline: U+240A), so two names that differ stay
 # different. C1 controls can start an escape sequence as well; the rest moves or hides text on a screen.
 _TABLE: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20)}

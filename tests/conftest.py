@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -86,7 +87,22 @@ def leftover_programs() -> set[str]:
     ours = program_names(path.read_text(encoding="utf-8") for path in (ROOT / "bpf").glob("*.bpf.c"))
     result = subprocess.run([bpftool, "-j", "prog", "show"], capture_output=True, text=True, check=False)
     programs = json.loads(result.stdout) if result.returncode == 0 and result.stdout.strip() else []
-    return {f"{p['name']} (id {p['id']})" for p in programs if p.get("name") in ours}
+    found = {p["id"]: f"{p['name']} (id {p['id']})" for p in programs if p.get("name") in ours}
+    return {name for number, name in found.items() if number not in held_by_strangers()} if found else set()
+
+
+def held_by_strangers() -> set[int]:
+    """Ids of BPF programs held by processes that these tests did not start."""
+    needle = f"{MARK}=".encode()
+    held: set[int] = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle not in (folder / "environ").read_bytes():
+                    for file in (folder / "fdinfo").iterdir():
+                        lines = file.read_text().splitlines()
+                        held |= {int(line.split()[1]) for line in lines if line.startswith("prog_id:")}
+    return held
 
 
 def leftover_processes(mark: str) -> set[str]:

@@ -152,6 +152,7 @@ def completion(shell: str) -> None:
     """Print the completion script of SHELL.
 
     \b
+    Examples:
     bash:  eval "$(expanse-ebpf completion bash)"
     zsh:   eval "$(expanse-ebpf completion zsh)"
     fish:  expanse-ebpf completion fish | source

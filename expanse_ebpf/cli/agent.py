@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from expanse_ebpf.config import Config, load
+from expanse_ebpf.config import Config, load, split_address
 from expanse_ebpf.errors import UnavailableError
 
 _LEAST_FILES = 256
@@ -62,6 +62,8 @@ def command(
     logging.basicConfig(format="expanse-ebpf: %(message)s", level=logging.INFO, stream=sys.stderr)
     if not standalone and (db or listen):
         raise click.UsageError("--db and --listen go with --standalone")
+    if listen:
+        split_address(listen, "--listen")
     if standalone and flags["address"]:
         raise click.UsageError("--standalone brings its own controller; leave --controller out")
     tables = {"address": "controller", "counters": "cpu", "hierarchy": "cpu"}

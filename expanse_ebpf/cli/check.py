@@ -19,6 +19,11 @@ def command(as_json: bool, file: Path | None) -> None:
 
     Exit code 0 when the collector can run, 1 when something that it needs is missing. A warning means
     that a part is off; the rest works.
+
+    \b
+    Examples:
+      expanse-ebpf check
+      expanse-ebpf check --json | jq '.findings[] | select(.status != "ok")'
     """
     from expanse_ebpf import config
     from expanse_ebpf.kernel import probe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -32,6 +33,11 @@ def command(seconds: float) -> None:
     """Start an agent, a controller and a small training job, and show them in `top`.
 
     Everything is private to the demo (store, socket, job) and gone afterwards.
+
+    \b
+    Examples:
+      expanse-ebpf demo
+      DEMO_SECONDS=20 expanse-ebpf demo | cat
     """
     if os.geteuid() != 0:
         raise ConfigError("the demo loads BPF programs and makes a cgroup: run it as root")
@@ -49,7 +55,7 @@ def command(seconds: float) -> None:
         if sys.stdin.isatty() and sys.stdout.isatty():
             shown = subprocess.run(top, check=False)
         else:
-            count = max(1, round(seconds / _SNAPSHOT_S))
+            count = math.ceil(seconds / _SNAPSHOT_S) + 1  # the first comes at once
             shown = subprocess.run([*top, "--every", str(_SNAPSHOT_S), "--count", str(count)], check=False)
         for process, what, output in ((agent, "agent", log), (job, "training job", job_log)):
             if process.poll() is not None:

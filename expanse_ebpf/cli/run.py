@@ -107,6 +107,12 @@ def command(name: str, user: bool, rest: str, socket: str | None, cmd: tuple[str
     it stays the job run/NAME, and its empty cgroup is removed by the agent or by the next `run`.
     `--rest wait` stays until all have ended and passes signals on to them; `--rest kill` ends them,
     first by SIGTERM, 5 s later by SIGKILL.
+
+    \b
+    Examples:
+      expanse-ebpf run --name train -- python train.py --epochs 3
+      expanse-ebpf run --name sweep --rest kill -- ./sweep.sh
+      expanse-ebpf run --user --name mine -- make -j4
     """
     place = _place(name, user, socket)
     sys.exit(_supervise(place, name, cmd, rest))

@@ -34,7 +34,7 @@ Examples:
   expanse-ebpf top --once | less                    one table
   expanse-ebpf top --once --json --job slurm/123    one object, for scripts
   expanse-ebpf top --json --count 60 > minute.jsonl
-  expanse-ebpf top --controller head:7443 --node gpu017
+  expanse-ebpf top --controller head:9777 --node gpu017
 
 \b
 Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID""",
@@ -111,7 +111,7 @@ class Selection:
         self._where = where
         self._keys = keys
         if keys:
-            from expanse_ebpf.jobs.identity import matches
+            from expanse_ebpf.wire.keys import matches
 
             self._matches: Callable[[JobIdentity, str], bool] = matches
             for key in keys:

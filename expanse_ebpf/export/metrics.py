@@ -131,7 +131,7 @@ NODE_METRICS = (
     _node("jobs", "jobs", "Jobs in the newest report.", "reports", readers.jobs),
     _node("unavailable_jobs", "jobs", "Jobs that lack a figure, by figure and reason.", "reports", readers.unavailable_jobs, "field", "reason"),
     _node("duplicate_jobs", "jobs", "Jobs left out of the page since they have no id or the id of another one.", "reports", readers.nothing),
-    _node("unattributed_cgroups", "cgroups", "Cgroups with processes that belong to no known job.", "cgroup tree", "host.unattributed_cgroups"),
+    _node("unattributed_cgroups", "cgroups", "Cgroups of a form that is not known; they count as no job's.", "cgroup tree", "host.unattributed_cgroups"),
     _node("overflow_jobs", "jobs", "Jobs past the limit `agent.max_jobs`; they have no series of their own.", "agent", "host.overflow_jobs"),
     *_counters("expanse_overflow", NODE, Report, "host.overflow", "of all jobs past the limit"),
     *_counters("expanse_system", NODE, Report, "host.system", "of everything that belongs to no job"),

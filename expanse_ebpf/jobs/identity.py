@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from expanse_ebpf.errors import ConfigError
 from expanse_ebpf.jobs import paths, slurm, states
 from expanse_ebpf.jobs.hierarchies import parse_proc_cgroup
 from expanse_ebpf.jobs.kubernetes import PodNames
@@ -26,19 +25,6 @@ _MAX_PIDS = 32  # processes looked at for one job
 _MAX_STEPS = 64
 _MAX_ENVIRONMENT = 512 << 10  # bytes
 _MAX_LABELS = 32
-
-_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
-_KEYS = {
-    "slurm": re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?|s[0-9A-Za-z]{13}"),
-    "kubernetes": re.compile(rf"[^/\s]+/[^/\s]+|{_UUID.pattern}"),
-    "run": re.compile(r".+", re.DOTALL),
-    "unit": re.compile(r"[^/]+"),
-    "container": re.compile(r"[0-9a-f]{12,64}|lxc-[^/]+"),
-}
-KEY_FORMS = (
-    "slurm/123, slurm/500_1, kubernetes/NAMESPACE/POD, kubernetes/UID, run/NAME, unit/NAME or "
-    "container/ID (12 hex digits or more)"
-)
 
 
 class _Process(NamedTuple):
@@ -76,36 +62,6 @@ def parse_uid(status: bytes) -> int | None:
     """The real user id in a /proc/PID/status."""
     match = re.search(rb"^Uid:\t([0-9]{1,10})\s", status, re.MULTILINE)
     return int(match[1]) if match and int(match[1]) < 2**32 else None
-
-
-def parse_key(key: str) -> tuple[str, str]:
-    """(scheduler, rest) of a job's key; raises ConfigError that names the forms."""
-    scheduler, slash, rest = key.partition("/")
-    form = _KEYS.get(scheduler)
-    if not slash or form is None or not form.fullmatch(rest):
-        raise ConfigError(f"{key[:80]!r} is not a job's key: use {KEY_FORMS}")
-    return scheduler, rest
-
-
-def matches(identity: JobIdentity, wanted_key: str) -> bool:
-    """Whether the job is one that `wanted_key` means; raises ConfigError when that is no key.
-
-    A SLURM array's id means all of its tasks; a container's id may be cut short.
-    """
-    scheduler, wanted = parse_key(wanted_key)
-    if identity.scheduler != scheduler:
-        return False
-    if identity.id == wanted:
-        return True
-    if scheduler == "slurm":
-        het_job = identity.labels.get("het_job", "")  # `labels[…]` would add the key
-        return wanted in (identity.array, identity.sluid, het_job) or wanted in (
-            identity.array.rpartition("_")[0],
-            het_job.rpartition("+")[0],
-        )
-    if scheduler == "kubernetes":
-        return identity.pod_uid == wanted
-    return scheduler == "container" and not wanted.startswith("lxc-") and identity.id.startswith(wanted)
 
 
 class IdentityReader:

@@ -134,6 +134,7 @@ class JobTable:
         self._unattributed: set[str] = set()
         self._moves = -1
         self._unmatched_ticks = 0
+        self._unmatched: set[tuple[str, str]] = set()  # seen in another hierarchy alone
 
     # ---- which hierarchy -----------------------------------------------------------------------
 
@@ -150,10 +151,11 @@ class JobTable:
     def better_hierarchy(self) -> str | None:
         """Another hierarchy that tells more jobs apart than the present one, when that lasts; else None."""
         known = {(job.identity.scheduler, entry.place.id) for job, entry in self._entries.items()}
-        unmatched = any(key not in known for seen in self._elsewhere.values() for key in seen.values())
-        self._unmatched_ticks = self._unmatched_ticks + 1 if unmatched else 0
+        unmatched = {key for seen in self._elsewhere.values() for key in seen.values() if key not in known}
+        self._unmatched_ticks = self._unmatched_ticks + 1 if unmatched and unmatched <= self._unmatched else 0
+        self._unmatched = unmatched
         # Rarely after the first time: what stays unmatched may be left over from former jobs.
-        if self._unmatched_ticks != 3 and (self._unmatched_ticks == 0 or self._unmatched_ticks % 30):
+        if self._unmatched_ticks != 2 and (self._unmatched_ticks == 0 or self._unmatched_ticks % 30):
             return None
         counts = {name: self._lively(name) for name in self._elsewhere}
         counts[self._telling] = sum(1 for _ in self)

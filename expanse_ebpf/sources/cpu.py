@@ -111,7 +111,7 @@ class CpuSource:
         self._choose_mode([job for job, _ in jobs])
         collector = report.collector
         collector.cpu_mode = self.mode
-        self._cost.tick(now)
+        self._cost.tick()
         self._cost.fill(report)
         losses = lifecycle.losses()
         collector.events_submitted, collector.events_lost = losses.submitted, losses.lost
@@ -222,7 +222,7 @@ class _ProgramCost:
         self.programs: Mapping[str, libbpf.Program] = {}
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Begin or end measuring, by the tick's number."""
         wanted = self._when == "always" or (self._when == "sampled" and self._ticks % self._every == 0)
         self._ticks += 1

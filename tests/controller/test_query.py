@@ -109,6 +109,38 @@ def test_jobs_are_found_by_key_and_by_array_task(nodes: Client) -> None:
     assert len(nodes.jobs(limit=1).jobs) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "runs"),
+    [
+        ("slurm/500", [10, 11]),
+        ("slurm/500_2", [11]),
+        ("slurm/s7Q2M4KD9WB100", [10]),
+        ("kubernetes/ml/train-0", [12]),
+        ("kubernetes/3f0c9a1e-77b2-4d15-9c60-0a51d2e4b8f7", [12]),
+        (f"container/{'ab' * 6}", [13]),
+        (f"container/{'ab' * 32}", [13]),
+        ("unit/a.service", [14]),
+        ("run/500", []),
+        ("slurm/50", []),
+    ],
+)
+def test_every_form_of_a_key(key: str, runs: list[int], nodes: Client) -> None:
+    made = report(1, id="501", array="500_1", run=10)
+    made.jobs[0].identity.sluid = "s7Q2M4KD9WB100"
+    for run, scheduler, name in (
+        (11, "slurm", "502"),
+        (12, "kubernetes", "ml/train-0"),
+        (13, "container", "ab" * 32),
+        (14, "unit", "a.service"),
+    ):
+        identity = made.jobs.add(state=JOB_STATE_RUNNING).identity
+        identity.scheduler, identity.id, identity.run = scheduler, name, run
+    made.jobs[1].identity.array = "500_2"
+    made.jobs[2].identity.pod_uid = "3f0c9a1e-77b2-4d15-9c60-0a51d2e4b8f7"
+    nodes.send(up(made), hello=node())
+    assert sorted(j.identity.run for j in nodes.jobs(key=key).jobs) == runs
+
+
 def test_runs_of_one_job_and_its_end(nodes: Client) -> None:
     first, second = report(1, run=10), report(2, run=10)
     second.jobs[0].state = JOB_STATE_ENDED

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from expanse_ebpf.errors import ConfigError
 from expanse_ebpf.jobs import identity as identity_module
 from expanse_ebpf.jobs.hierarchies import choose, mounted, parse_proc_cgroup
-from expanse_ebpf.jobs.identity import IdentityReader, matches, parse_key, parse_stat, parse_uid
+from expanse_ebpf.jobs.identity import IdentityReader, parse_stat, parse_uid
 from expanse_ebpf.jobs.kubernetes import Pod
 from expanse_ebpf.jobs.paths import Place, parse
 from expanse_ebpf.jobs.states import decide, process_role, user_pids
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JOB_STATE_HELD_IDLE, JobIdentity
+from expanse_ebpf.wire.keys import matches, parse_key
 
 SLUID = "s7Q2M4KD9WB100"
 ROOT = "/system.slice/slurmstepd.scope"

@@ -218,6 +218,16 @@ def test_unknown_cgroups_are_counted_and_spoil_nothing(node: Node) -> None:
     assert node.table.unattributed == 2
 
 
+def test_a_job_that_is_over_before_the_next_tick_is_identified_by_its_first_execution(node: Node) -> None:
+    node.begin()
+    job = node.made("/expanse-run-quick", slot=4)
+    assert job is not None
+    node.process(100, "/expanse-run-quick")
+    assert not job.identity.HasField("uid") or job.identity.uid == 0  # the directory's owner
+    node.table.executed(job.identity.run, 100)
+    assert job.identity.uid == 1000
+
+
 def test_a_slice_is_neither_a_job_nor_unknown(node: Node) -> None:
     node.begin()
     node.made("/system.slice", slot=9)

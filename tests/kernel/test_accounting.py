@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -235,6 +236,101 @@ def test_run_queue_wait_agrees_with_schedstat(
     grown, expected = one.total(slot)[kernel.WAIT_NS] - before[kernel.WAIT_NS], waited() - was
     assert expected > 0.5e9
     assert grown == pytest.approx(expected, rel=0.03)
+
+
+def test_the_wait_of_a_task_that_is_pulled_while_it_waits(
+    groups: Groups, load: Callable[..., Kernel]
+) -> None:
+    """Moved from queue to queue, it is booked at each move, where no hook sees it."""
+    one = load()
+    path, others = groups.make(), groups.make(name="hogs")
+    slot = one.slot(path)
+    for cpu in (0, 1):
+        groups.start(BURN, others, cpus={cpu})
+    process = groups.start(BURN, path, cpus={0})
+
+    def waited() -> int:
+        return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1])
+
+    time.sleep(0.5)
+    before, was = one.total(slot), waited()
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        for cpu in (1, 0):
+            os.sched_setaffinity(process.pid, {cpu})
+            time.sleep(0.0007)
+    time.sleep(0.1)  # it has come back to a CPU since
+    grown, expected = one.total(slot)[kernel.WAIT_NS] - before[kernel.WAIT_NS], waited() - was
+    assert expected > 1e9
+    assert grown == pytest.approx(expected, rel=0.03)
+
+
+def test_a_missed_switch_shifts_no_time_to_another_job(groups: Groups, load: Callable[..., Kernel]) -> None:
+    """Some kernels do not show every switch. Here the CPU's row is set as if one had been missed."""
+    one = load()
+    path = groups.make()
+    slot = one.slot(path)
+    groups.start(
+        "while True:\n t = time.time()\n while time.time() < t + .004: pass\n time.sleep(1e-4)",
+        path,
+        cpus={1},
+    )
+    time.sleep(0.3)
+    before, used, rest = one.total(slot), usage_ns(path), one.rest([slot])
+    for _ in range(40):
+        time.sleep(0.05)
+        one.accounting.flush()
+        struct.pack_into("=QI", one.accounting._states, 256, 1, 0)  # the root cgroup, no job
+        struct.pack_into("=I", one.accounting._states, 256 + 100, 4_000_000)  # a task that never came
+    grown = [b - a for a, b in zip(before, one.total(slot), strict=True)]
+    assert grown[kernel.RUN_NS] == pytest.approx(usage_ns(path) - used, rel=0.05)
+    assert grown[kernel.SWITCHES] > 300
+    assert one.rest([slot])[kernel.SWITCHES] - rest[kernel.SWITCHES] > 0
+
+
+def test_a_running_task_that_is_moved_is_its_new_jobs_from_the_next_flush_on(
+    groups: Groups, load: Callable[..., Kernel]
+) -> None:
+    one = load()
+    old, new = groups.make(), groups.make(name="b")
+    old_slot, new_slot = one.slot(old), one.slot(new)
+    process = groups.start(BURN, old, cpus={1})
+    time.sleep(0.3)
+    moves = one.lifecycle.losses().moves
+    (new / "cgroup.procs").write_text(str(process.pid))
+    assert one.lifecycle.losses().moves > moves
+    one.accounting.flush()
+    before, left, used = one.total(new_slot), one.total(old_slot), usage_ns(new)
+    for _ in range(10):
+        time.sleep(0.1)
+        one.accounting.flush()
+    grown = one.total(new_slot)[kernel.RUN_NS] - before[kernel.RUN_NS]
+    assert grown == pytest.approx(usage_ns(new) - used, rel=0.03)
+    assert one.total(old_slot)[kernel.RUN_NS] - left[kernel.RUN_NS] < 0.02e9
+
+
+def test_threads_are_not_processes(groups: Groups, load: Callable[..., Kernel]) -> None:
+    one = load()
+    path = groups.make()
+    slot = one.slot(path)
+    code = (
+        "import threading\nfor i in range(20):\n"
+        " t = threading.Thread(target=time.sleep, args=(0.01,)); t.start(); t.join()"
+    )
+    groups.start(code, path).wait()
+    total = one.total(slot)
+    assert (total[kernel.FORKS], total[kernel.EXITS]) == (0, 1)
+
+
+def test_a_cgroup_below_one_that_is_not_a_jobs_yet_gets_a_slot_of_its_own(
+    groups: Groups, load: Callable[..., Kernel]
+) -> None:
+    one = load()
+    groups.make(name="slice/job")
+    one.lifecycle.consume()
+    above, below = (next(e for e in one.events if e.path.endswith(end)) for end in ("-slice", "/job"))
+    assert not below.inherited
+    assert above.slot != below.slot
 
 
 def test_forks_execs_and_exits_are_counted_in_the_kernel(groups: Groups, load: Callable[..., Kernel]) -> None:

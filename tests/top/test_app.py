@@ -139,7 +139,9 @@ async def test_filter(tmp_path: Path) -> None:
 
 async def test_enter_shows_a_jobs_processes_and_limits(tmp_path: Path) -> None:
     async with view(tmp_path) as v:
-        await v.press("down", "enter")
+        await v.press("down")
+        await v.until(lambda: v.app.query_one("#jobs", DataTable).cursor_row == 1)
+        await v.press("enter")
         await v.until(lambda: "train.py" in v.text("#detail-text"))
         detail = v.text("#detail-text")
         assert v.node.asked[-1] == ("slurm/4412", 1001, 0)
