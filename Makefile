@@ -68,8 +68,12 @@ endef
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
+.PHONY: root
+root:
+	@(( EUID == 0 )) || { echo "error: this loads BPF programs and makes cgroups: run it as root" >&2; exit 1; }
+
 .PHONY: run
-run: install ## Watch a small training job of its own: agent, controller and top (needs root; DEMO_SECONDS=60)
+run: root install ## Watch a small training job of its own: agent, controller and top (needs root; DEMO_SECONDS=60)
 	@exec $(BIN)/expanse-ebpf demo
 
 .PHONY: test

@@ -45,6 +45,9 @@ class _OneLineErrors(click.Group):
         """Run it and exit."""
         try:
             code = super().main(args, "expanse-controller", complete_var, False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            sys.exit(error.exit_code)
         except click.ClickException as error:
             where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else ""
             hint = f"; see {where} --help" if where else ""
@@ -55,8 +58,10 @@ class _OneLineErrors(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-@click.group(cls=_OneLineErrors)
-@click.version_option(package_name="expanse-ebpf")
+@click.group(cls=_OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(
+    package_name="expanse-ebpf", prog_name="expanse-controller", message="%(prog)s %(version)s"
+)
 def main() -> None:
     """Collect the reports of every node, keep them, and answer questions about them."""
 

@@ -59,6 +59,7 @@ class Agent:
         self._tick_ns = 0
         self._missed = 0
         self._last_failure = ""
+        self._link = ""  # what was last said of the link to the controller
         self._unseen = 0  # events that were lost, and renames, which say too little
         self._own = own_cost.OwnCost()
         units = UnitFilter.of(config.jobs)
@@ -92,13 +93,24 @@ class Agent:
         """
         self._socket.open()
         self._begin(self.config.cpu.hierarchy)
+        _log.info(
+            "watching %s every %g s; look with `expanse-ebpf top --socket %s`",
+            self._node.name,
+            self.config.agent.interval_s,
+            self.config.agent.socket,
+        )
+        for source in self._sources:
+            for reason in dict.fromkeys(source.unavailable.values()):
+                parts = [part for part, why in source.unavailable.items() if why == reason]
+                _log.info("not available: %s: %s", ", ".join(parts), reason)
         if self.config.agent.metrics_listen:
             from expanse_ebpf.export import prometheus
 
             port = prometheus.serve(
                 self.config.agent.metrics_listen, prometheus.ReportCollector(lambda: self.newest)
             )
-            _log.info("metrics on port %d", port)
+            host = self.config.agent.metrics_listen.rpartition(":")[0]
+            _log.info("metrics on %s:%d", host, port)
         if self.config.controller.address:
             from expanse_ebpf.ship.client import ControllerStream
 
@@ -327,6 +339,12 @@ class Agent:
             collector.reports_dropped = self._stream.dropped
             status = collector.sources.add(name="controller", up=self._stream.connected)
             status.reason = "" if self._stream.connected else self._stream.state
+            self._tell_of_link(self._stream.state)
+
+    def _tell_of_link(self, state: str) -> None:
+        if state != self._link:
+            _log.info("%s", state)
+            self._link = state
 
     # ---- what comes in between ticks ------------------------------------------------------------------
 

@@ -209,11 +209,12 @@ def load(
                 raise ConfigError(f"{path}: [{table}] is not one of the tables {', '.join(TABLES)}")
             for name, value in content.items():
                 values[table, name] = (f"{path}: {table}.{name}", value)
-    for table, kind in TABLES.items():
-        for f in fields(kind):
-            variable = f"EXPANSE_{table}_{f.name}".upper()
-            if variable in environment:
-                values[table, f.name] = (variable, environment[variable])
+    for table in TABLES:
+        prefix = f"EXPANSE_{table}_".upper()
+        for variable in [name for name in environment if name.startswith(prefix)]:
+            # An unknown name is refused below like any other.
+            setting = variable.removeprefix(prefix).lower()
+            values[table, setting] = (variable, environment[variable])
     for name, value in (overrides or {}).items():
         if value is not None:
             table, _, setting = name.partition(".")

@@ -119,3 +119,8 @@ def test_the_example_file_shows_every_setting_with_its_default() -> None:
     assert {table: set(shown[table]) for table in shown} == {
         table: {f.name for f in fields(kind)} for table, kind in TABLES.items()
     }
+
+
+def test_a_variable_with_a_typing_error_is_refused(no_file: Path) -> None:
+    with pytest.raises(ConfigError, match="EXPANSE_AGENT_INTERVAL: no such setting"):
+        load(no_file, {"EXPANSE_AGENT_INTERVAL": "5"})

@@ -83,6 +83,9 @@ def _exit_code(call: Callable[[], Any]) -> int:
     except ExpanseError as error:
         _complain(str(error))
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else PROGRAM
         message = error.format_message().rstrip(".")

@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 
 import click
 
-from expanse_ebpf.errors import ExpanseError
+from expanse_ebpf.errors import ExpanseError, UnavailableError
 from expanse_ebpf.jobs import launch, paths
 from expanse_ebpf.jobs.launch import LaunchError
 
@@ -65,7 +65,10 @@ class AgentPlace:
 
     def join(self) -> None:
         """Ask the agent, which knows the process by the socket's credentials and moves it."""
-        self.directories = [self._ask().run.cgroup]
+        try:
+            self.directories = [self._ask().run.cgroup]
+        except UnavailableError as error:
+            raise launch.LaunchError(str(error)) from None
 
     def discard(self, settle_s: float = 0) -> list[str]:
         """Nothing: the agent removes what it made."""

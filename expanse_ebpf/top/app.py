@@ -303,7 +303,10 @@ class TopApp(App[None]):
         cost = "" if self.drawn is None else plain.own_cost(self.drawn)
         keys = "? help   / filter   q quit"
         room = self.size.width - 2 - text.cell_width(cost) - len(keys)
-        line = cost + " " * room + keys if room > 2 else cost or keys
+        if room <= 2:  # how to get help, and out, is always there
+            keys = "? q"
+            room = self.size.width - 2 - text.cell_width(cost) - len(keys)
+        line = cost + " " * room + keys if room > 0 else keys
         self.screen_stack[0].query_one("#cost", Static).update(Text(line, no_wrap=True))
 
     def _draw_note(self) -> None:
@@ -311,6 +314,8 @@ class TopApp(App[None]):
         message = f"{self.lost} (trying again)" if self.lost else ""
         if not message and self.drawn is None:
             message = f"waiting for the first report from {self.feed.where}"
+        elif not message and self.drawn is not None and not self.drawn["jobs"]:
+            message = "no jobs; `expanse-ebpf run --name NAME -- CMD` starts one"
         note.update(Text(message, no_wrap=True))
         note.set_class(bool(message), "shown")
 

@@ -100,7 +100,7 @@ def trouble(snapshot: Values) -> list[str]:
             missing.setdefault(reason, []).append(part)
     lines += [f"not known: {text.clean(', '.join(p))}: {text.clean(r)}" for r, p in missing.items()]
     for field, words in (
-        ("events_lost", "lifecycle events lost"),
+        ("events_lost", "cgroup events lost; the cgroup tree was compared instead"),
         ("reports_dropped", "reports dropped before the controller took them"),
         ("ticks_missed", "ticks missed"),
         ("slots_exhausted", "cgroups without an accounting slot"),

@@ -106,7 +106,7 @@ def test_losses_are_named() -> None:
         report.collector.sources[0].unavailable[part] = "no PMU"
     assert plain.trouble(snapshot(None, report))[1:] == [
         "not known: cycles, instructions: no PMU",
-        "7 lifecycle events lost",
+        "7 cgroup events lost; the cgroup tree was compared instead",
         "3 reports dropped before the controller took them",
     ]
 
