@@ -13,23 +13,25 @@ struct cpu_state {
 	u64 cgroup;	 /* of the task that ran last, idle aside */
 	u32 slot;	 /* to which everything since the last charge belongs */
 	u32 started;	 /* the baselines below are set */
-	u64 rq;		 /* address of the CPU's run queue */
+	u32 task;	 /* pid that runs, as far as is known; 0: idle */
+	u32 left;	 /* pid that left last, idle aside */
 	u64 idle_since;	 /* run-queue task clock when it went idle; 0: not idle */
 	u64 idle_ns;	 /* idle since the last charge */
 	u64 wait_ns;	 /* waited on run queues by the tasks that ran since the last charge */
 	u64 page_faults; /* of tasks that ran since the last charge, up to their last switch */
-	u64 task_faults; /* of the task that runs, when that sum was made */
+	u64 task_faults; /* of `task`, when that sum was made */
+	/* A cache line further: what crossings and user space want. */
+	u64 left_faults; /* of `left`, when it left */
+	u64 rq;		 /* address of the CPU's run queue */
 	u64 clock;	 /* run-queue task clock at the last charge */
 	u64 switches;	 /* away from tasks since boot, at the last charge */
 	u64 nr_switches; /* all switches since boot, at the last charge */
 	u64 read_errors; /* hardware counters that could not be read */
 	u32 pending;	 /* written by `scan`: there is something to charge */
-	u32 task;	 /* pid that runs, as far as is known; 0: idle */
-	u32 unused[6];
+	u32 unused[5];
 	struct bpf_perf_event_value counters[COUNTERS]; /* at the last charge */
-	u64 pad;
 };
-/* Rows start on cache lines; what an ordinary switch touches is in the first. */
+/* Rows start on cache lines. */
 _Static_assert(sizeof(struct cpu_state) == 256, "user space reads rows of this size");
 
 struct {
@@ -49,23 +51,22 @@ struct {
 } events SEC(".maps");
 
 /*
- * What a task had run up when it last left a CPU. A queued task that is pulled to another CPU has its
- * wait so far booked at the moment of the pull, unseen from here; the difference against this table
- * finds it again. Two pids that share a row lose that part and nothing else.
+ * How long a task had waited in all when it last came to a CPU. A queued task that is pulled to another
+ * CPU has its wait so far booked at the moment of the pull, unseen from here; the difference against
+ * this table finds it again. Two pids that share a row lose that part and nothing else.
  */
 #define DELAY_ROWS 65536
-struct last_seen {
+struct run_delay {
 	u32 pid;
 	u32 unused;
-	u64 run_delay;
-	u64 faults;
+	u64 total;
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, DELAY_ROWS);
 	__type(key, u32);
-	__type(value, struct last_seen);
+	__type(value, struct run_delay);
 } delays SEC(".maps");
 
 /* What a run queue says at one moment. */
@@ -155,7 +156,7 @@ static __noinline int cross(struct cpu_state *state, const struct rq *rq, u32 cp
 	return 0;
 }
 
-static __always_inline struct last_seen *delay_row(u32 pid)
+static __always_inline struct run_delay *delay_row(u32 pid)
 {
 	u32 row = pid % DELAY_ROWS;
 
@@ -176,7 +177,7 @@ static __noinline int missed(struct cpu_state *state, const struct rq *rq, struc
 		.switches = rq->nr_switches - idle->nvcsw - idle->nivcsw - 1,
 	};
 	u32 pid = prev->pid, slot;
-	struct last_seen *row;
+	struct run_delay *row;
 	u64 now = rq->clock_task, came;
 
 	if (!state->started)
@@ -199,10 +200,13 @@ static __noinline int missed(struct cpu_state *state, const struct rq *rq, struc
 	}
 	row = delay_row(pid);
 	if (row && row->pid == pid) {
-		if (prev->sched_info.run_delay > row->run_delay)
-			state->wait_ns += prev->sched_info.run_delay - row->run_delay;
-		state->page_faults += prev->min_flt + prev->maj_flt - row->faults;
+		if (prev->sched_info.run_delay > row->total)
+			state->wait_ns += prev->sched_info.run_delay - row->total;
+		row->total = prev->sched_info.run_delay;
 	}
+	/* It was away for the missed switch alone: its faults since are those of this run. */
+	if (pid == state->left)
+		state->page_faults += prev->min_flt + prev->maj_flt - state->left_faults;
 	return 0;
 }
 
@@ -213,9 +217,9 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &cpu);
 	/* The kernel's per-CPU symbols cannot be found on every build; a task leads there on all. */
 	const struct rq *rq = prev->se.cfs_rq->rq;
-	struct last_seen *row;
+	struct run_delay *row;
 	u32 pid;
-	u64 cgroup, delay, faults, queued;
+	u64 cgroup, delay, faults, queued, total;
 
 	if (!state)
 		return 0;
@@ -226,12 +230,8 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 		faults = prev->min_flt + prev->maj_flt;
 		if (pid == state->task)
 			state->page_faults += faults - state->task_faults;
-		row = delay_row(pid);
-		if (row) {
-			row->pid = pid;
-			row->run_delay = prev->sched_info.run_delay;
-			row->faults = faults;
-		}
+		state->left = pid;
+		state->left_faults = faults;
 	} else if (state->idle_since) {
 		state->idle_ns += rq->clock_task - state->idle_since;
 		state->idle_since = 0;
@@ -249,12 +249,16 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 
 	/* The scheduler books the wait of `next` right after this tracepoint, by the same clock. */
 	queued = next->sched_info.last_queued;
-	delay = queued ? rq->clock - queued : 0;
+	delay = queued && rq->clock > queued ? rq->clock - queued : 0;
+	total = next->sched_info.run_delay;
 	row = delay_row(pid);
-	if (row && row->pid == pid && next->sched_info.run_delay > row->run_delay)
-		delay += next->sched_info.run_delay - row->run_delay;
-	if ((s64)delay > 0)
-		state->wait_ns += delay;
+	if (row) {
+		if (row->pid == pid && total > row->total)
+			state->wait_ns += total - row->total;
+		row->pid = pid;
+		row->total = total + delay;
+	}
+	state->wait_ns += delay;
 	return 0;
 }
 

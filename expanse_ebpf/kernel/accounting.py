@@ -14,8 +14,8 @@ from expanse_ebpf.kernel.lifecycle import Configuration, Lifecycle
 _STATE_SIZE = 256
 _DELAY_ROWS = 65536  # DELAY_ROWS there; with fewer, some pulled tasks' waits are missed
 _SLOT_OFFSET = 8
-_ERRORS_OFFSET = 88
-_PENDING_OFFSET = 96
+_ERRORS_OFFSET = 104
+_PENDING_OFFSET = 112
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
 

@@ -176,7 +176,7 @@ def pmu(tested: Mapping[str, str]) -> Finding:
     if good:
         return Finding("pmu", "warning", f"{', '.join(good)} pass the self-test, {reasons}")
     if all(why.startswith("unsupported") for why in bad.values()):
-        why = next(iter(bad.values())).partition(":")[0]
+        why = next(iter(bad.values()))
         return Finding(
             "pmu",
             "warning",

@@ -120,7 +120,7 @@ def reason(error: OSError) -> str:
     code = error.errno or 0
     name = errno.errorcode.get(code, str(code))
     if code in (errno.ENOENT, errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL, errno.ENOSYS):
-        return f"unsupported({name}): this machine's PMU does not offer it, or there is none"
+        return f"unsupported({name})"
     if code in (errno.EACCES, errno.EPERM):
         return f"permission({name}): needs CAP_PERFMON, or kernel.perf_event_paranoid of 0 or less"
     if code in (errno.EMFILE, errno.ENFILE):
