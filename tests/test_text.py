@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expanse_ebpf.text import REPLACEMENT, clean
+from expanse_ebpf.text import clean
+
+REPLACEMENT = "\ufffd"
 from expanse_ebpf.wire.collector_pb2 import Process
 
 
