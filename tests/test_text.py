@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expanse_ebpf.text import clean
+from expanse_ebpf.wire.collector_pb2 import Process
 
 REPLACEMENT = "\ufffd"
-from expanse_ebpf.wire.collector_pb2 import Process
 
 
 @pytest.mark.parametrize(
