@@ -97,11 +97,11 @@ def test_absurd_job_is_left_out_and_the_others_stay(
 
 
 def test_figures_past_the_range_are_absent_not_wrong(nodes: Client) -> None:
-    made = report(1, id="huge", run=2**64 - 1)
+    made = report(1, id="9001", run=2**64 - 1)
     made.jobs[0].memory_bytes = 2**64 - 1
     made.jobs[0].io_read_bytes = 2**63 - 1
-    nodes.send(up(made), hello=node(name="huge", install="huge"))
-    series = nodes.series("slurm/huge", run=2**64 - 1, fields=["memory_bytes", "io_read_bytes"])
+    nodes.send(up(made), hello=node(name="9001", install="9001"))
+    series = nodes.series("slurm/9001", run=2**64 - 1, fields=["memory_bytes", "io_read_bytes"])
     assert dict(series.points[0].values) == {"io_read_bytes": float(2**63 - 1)}
     assert series.job.identity.run == 2**64 - 1
 
@@ -155,18 +155,18 @@ def test_first_message_of_any_bytes_ends_only_that_stream(nodes: Client) -> None
 
 def test_installations_with_one_name_are_kept_apart(controller: Controller, nodes: Client) -> None:
     for install, seconds in (("clone-a", 10), ("clone-b", 5000)):
-        made = [report(1, id="twin"), report(2, id="twin")]
+        made = [report(1, id="9002"), report(2, id="9002")]
         for r in made:
             r.jobs[0].cpu_ns = seconds + r.sequence
-        nodes.send(*map(up, made), hello=node(name="twin", install=install))
-    assert [s.current.node.install_id for s in nodes.snapshot("twin")] == ["clone-a", "clone-b"]
+        nodes.send(*map(up, made), hello=node(name="9002", install=install))
+    assert [s.current.node.install_id for s in nodes.snapshot("9002")] == ["clone-a", "clone-b"]
     assert [s.current.node.install_id for s in nodes.snapshot("clone-b")] == ["clone-b"]
-    assert len(nodes.jobs(key="slurm/twin").jobs) == 2
+    assert len(nodes.jobs(key="slurm/9002").jobs) == 2
     for install in ("clone-a", "clone-b"):
         assert (
-            metric(controller, f'expanse_node_identity_conflict{{install_id="{install}",node="twin"}}') == 1
+            metric(controller, f'expanse_node_identity_conflict{{install_id="{install}",node="9002"}}') == 1
         )
-    points = nodes.series("slurm/twin", fields=["cpu_ns"]).points
+    points = nodes.series("slurm/9002", fields=["cpu_ns"]).points
     assert [p.values["cpu_ns"] for p in points] in ([11, 12], [5001, 5002])
 
 
