@@ -157,7 +157,6 @@ class ControllerStream:
                 self._wait_until_owed(ended)
                 self._acknowledge(next(call).acknowledgement.sequence)
                 acknowledged = True
-            reason = "it ended the stream"
         except StopIteration:
             reason = "it ended the stream"
         except grpc.RpcError as error:
