@@ -285,6 +285,15 @@ def test_a_slurm_job_that_only_the_freezer_tells_apart_is_found_and_counted(
     assert (seen["user"], seen["uid"], seen["name"]) == ("nobody", 65534, "resnet")
     assert seen["cpu_cores"] > 0.2  # by the scheduler hook: it has no CPU cgroup of its own
     assert seen["memory_bytes"] is None
+    # What belongs to no job goes on counting over the change of hierarchy.
+    counts = []
+    for report in client.watch(str(node.socket), 120):
+        counts.append(report.host.system.context_switches)
+        if report.sequence >= snapshot["sequence"]:
+            break
+    assert "told apart in the freezer" in node.said()
+    assert len(counts) > 3
+    assert counts == sorted(counts)
 
 
 def test_another_user_sees_their_own_jobs_only(
