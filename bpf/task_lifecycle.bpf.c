@@ -112,21 +112,31 @@ static __always_inline void give_slot(u64 cgroup, u64 parent, struct event *even
 	}
 }
 
-static __always_inline void report_cgroup(u32 kind, struct cgroup *cgroup, const char *path)
+/* Of the hierarchy that tells jobs apart. */
+static __always_inline void follow_cgroup(u32 kind, struct cgroup *cgroup, struct event *event)
 {
 	u64 id = cgroup->kn->id;
+
+	if (kind == CGROUP_MADE)
+		give_slot(id, BPF_CORE_READ(cgroup, self.parent, cgroup, kn, id), event);
+	else
+		bpf_map_delete_elem(&slots, &id);
+}
+
+static __always_inline void report_cgroup(u32 kind, struct cgroup *cgroup, const char *path)
+{
 	u32 hierarchy = cgroup->root->hierarchy_id;
-	struct event *event = reserve(kind, id);
+	struct event *event = reserve(kind, cgroup->kn->id);
 	long size;
 
-	if (hierarchy == config.hierarchy_id) {
-		if (kind == CGROUP_MADE)
-			give_slot(id, BPF_CORE_READ(cgroup, self.parent, cgroup, kn, id), event);
-		else
-			bpf_map_delete_elem(&slots, &id);
-	}
-	if (!event)
+	/* One test for both paths: verifiers before 6.18 forget at a second one that the event is there. */
+	if (!event) {
+		if (hierarchy == config.hierarchy_id)
+			follow_cgroup(kind, cgroup, NULL);
 		return;
+	}
+	if (hierarchy == config.hierarchy_id)
+		follow_cgroup(kind, cgroup, event);
 	event->hierarchy_id = hierarchy;
 	size = bpf_probe_read_kernel_str(event->path, sizeof(event->path), path);
 	event->path_size = size > 0 ? size : 0;

@@ -85,7 +85,7 @@ struct slot_of_cgroup {
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_CGROUPS);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
+	/* Preallocated: before 6.1 the kernel warns of a tracing program that allocates, rightly. */
 	__type(key, u64);
 	__type(value, struct slot_of_cgroup);
 } slots SEC(".maps");

@@ -35,7 +35,7 @@ enum {
 	BPF_MAP_TYPE_QUEUE = 22,
 	BPF_MAP_TYPE_RINGBUF = 27,
 };
-enum { BPF_F_NO_PREALLOC = 1, BPF_F_MMAPABLE = 1 << 10 };
+enum { BPF_F_MMAPABLE = 1 << 10 };
 enum { BPF_NOEXIST = 1 };
 
 struct bpf_perf_event_value {
