@@ -81,6 +81,10 @@ run: root install ## Watch a small training job of its own: agent, controller an
 test: lint build/promtool ## Check the sources and run every test (needs root)
 	@exec $(BIN)/python -m pytest
 
+.PHONY: test-guests
+test-guests: install test-packages ## Run what needs other kernels and machines, on all of them, under emulation
+	@exec $(BIN)/python -m pytest tests/guests --matrix
+
 .PHONY: lint
 lint: install test-packages ## Check style, types and formatting
 	@$(BIN)/ruff check

@@ -32,9 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=in_ci,
         help="a skipped test, or anything left behind, fails the run (default where CI=true)",
     )
+    parser.addoption("--matrix", action="store_true", help="boot every kernel, not only the telling ones")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--matrix"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.guests import image
-from tests.guests.machine import Guest, Result
+from tests.guests.machine import Guest, GuestError, Result
 
 HERE = Path(__file__).parent
 INSIDE = HERE / "inside"  # programs that run in the guest, there in /payload/files/inside
@@ -63,8 +65,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return image.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.fixture(scope="session")
+def accelerator(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> str:
+    """Emulation ("tcg"), or "kvm" where GUESTS_KVM=1 asks for it and a guest shows that it works here.
+
+    Nested virtualisation that is there and yet faults on some instructions is common, hence the trial.
+    """
+    if os.environ.get("GUESTS_KVM") != "1":
+        return "tcg"
+    folder = tmp_path_factory.mktemp("kvm")
+    trial = ["python3", "-c", "import grpc; print(sum(number * 0.5 for number in range(10**7)))"]
+    payload = image.payload(wheel, [], trial, folder)
+    kernel, root = image.kernel("6.1", "amd64"), image.root("amd64")
+    try:
+        with Guest(kernel, root, payload, folder, arch="amd64", accelerator="kvm", limit_s=60) as running:
+            running.finish().check()
+    except GuestError as error:
+        print(f"guests: KVM failed its trial, so they are emulated: {error}", file=sys.stderr)
+        return "tcg"
+    return "kvm"
+
+
 @pytest.fixture
-def guest(tmp_path: Path, wheel: Path) -> Generator[Callable[..., Node]]:
+def guest(tmp_path: Path, wheel: Path, accelerator: str) -> Generator[Callable[..., Node]]:
     """Make a kind of guest: `guest(kernel="6.1", arch="arm64", cgroup="v2", init="systemd")`.
 
     `kernel` is one of image.KERNELS, `arch` "amd64" or "arm64", `cgroup` "v2", "v1" or "hybrid", `init`
@@ -73,6 +96,8 @@ def guest(tmp_path: Path, wheel: Path) -> Generator[Callable[..., Node]]:
     made: list[Node] = []
 
     def make(*, kernel: str = "6.1", arch: str = "amd64", **options: Any) -> Node:
+        if arch == "amd64":
+            options.setdefault("accelerator", accelerator)
         made.append(Node(tmp_path / f"guest-{len(made)}", wheel, arch, kernel, options))
         return made[-1]
 
