@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from expanse_controller.errors import ControllerError
+from expanse_ebpf.wire.service_manager import ServiceManager
 from expanse_ebpf.wire.transport import DEFAULT_PORT
 
 PR_SET_PDEATHSIG = 1
@@ -56,6 +57,13 @@ class _OneLineErrors(click.Group):
         except click.Abort:
             sys.exit(130)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+async def _give_signs(service: ServiceManager) -> None:
+    import asyncio
+
+    while True:
+        await asyncio.sleep(service.alive())
 
 
 @click.group(cls=_OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
@@ -114,6 +122,7 @@ def serve(
       expanse-controller serve --listen 0.0.0.0:9777 --db /srv/expanse.db --keep-days 30
       expanse-controller serve --metrics-listen 127.0.0.1:9778
     """
+    service = ServiceManager()
     if parent_death:
         # Told by the kernel when the thread that started this process ends. If it is gone already,
         # nobody reads what is announced, and that ends the controller too.
@@ -125,6 +134,8 @@ def serve(
 
     from expanse_controller import server
 
+    tasks: list[asyncio.Task[None]] = []  # the loop itself holds a task weakly
+
     def listening(at: server.Listening) -> None:
         if announce is not None:
             line = json.dumps({"listen": at.listen, "metrics": at.metrics, "pid": os.getpid()})
@@ -134,7 +145,11 @@ def serve(
             except OSError as error:
                 raise ControllerError(f"--announce {announce}: {error.strerror}; nobody reads it") from None
         metrics = f", metrics on {at.metrics}" if at.metrics else ""
-        click.echo(f"expanse-controller: listening on {at.listen}{metrics}, store {db}")
+        said = f"listening on {at.listen}{metrics}, store {db}"
+        click.echo(f"expanse-controller: {said}")
+        service.status(said)
+        service.ready()
+        tasks.append(asyncio.create_task(_give_signs(service)))
 
     try:
         try:

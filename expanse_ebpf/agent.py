@@ -26,6 +26,7 @@ from expanse_ebpf.node_socket import NodeSocket
 from expanse_ebpf.ship.identity import node_identity
 from expanse_ebpf.ship.sequence import first_sequence
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, ProcessesReply, Report, RunReply
+from expanse_ebpf.wire.service_manager import ServiceManager
 
 if TYPE_CHECKING:
     from expanse_ebpf.config import Config
@@ -40,10 +41,14 @@ _SWEEP_TICKS = 60  # how often cgroups that a killed `run` has left are looked f
 
 
 class Agent:
-    """One node's agent. start(), run() until a signal, stop()."""
+    """One node's agent. start(), run() until a signal, stop().
 
-    def __init__(self, config: Config) -> None:
+    `service` is told when the first report is made, how it goes, and that the loop turns.
+    """
+
+    def __init__(self, config: Config, service: ServiceManager | None = None) -> None:
         self.config = config
+        self._service = ServiceManager({}) if service is None else service
         self.newest: Report | None = None
         self._node = node_identity(config.agent)
         self._sequence = first_sequence()
@@ -179,6 +184,7 @@ class Agent:
 
     def stop(self) -> None:
         """Send what is left, and leave nothing behind."""
+        self._service.stopping()
         self._end_sources()
         if self._stream is not None:
             self._stream.stop(2.0)
@@ -193,9 +199,10 @@ class Agent:
         with self._signals():
             due = time.monotonic()
             while not self._stopping and ticks != 0:
+                next_sign = self._service.alive()
                 wait = due - time.monotonic()
                 if wait > 0:
-                    for key, mask in self._selector.select(wait):
+                    for key, mask in self._selector.select(min(wait, next_sign)):
                         key.data(mask)
                     continue
                 self._guarded_tick()
@@ -234,12 +241,24 @@ class Agent:
 
     def _guarded_tick(self) -> None:
         try:
-            self.tick()
+            report = self.tick()
+            self._service.status(self._state(report))
+            self._service.ready()
         except Exception as error:  # watching goes on whatever a job has thought of
             self._missed += 1
+            self._service.status(f"the last tick failed: {error}")
             if str(error) != self._last_failure:
                 self._last_failure = str(error)
                 _log.exception("a tick failed; further ones that fail alike are only counted")
+
+    def _state(self, report: Report) -> str:
+        """One line for the service manager."""
+        jobs = sum(job.state != JOB_STATE_ENDED for job in report.jobs) + report.host.overflow_jobs
+        said = [f"{jobs} job{'' if jobs == 1 else 's'}, a report every {self.config.agent.interval_s:g} s"]
+        said += [f"{name} is off: {reason}" for name, reason in self._down.items()]
+        if self._stream is not None:
+            said.append(self._stream.state)
+        return "; ".join(said)
 
     def tick(self) -> Report:
         """Make one report and hand it on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import click
 
 from expanse_ebpf.config import Config, load, split_address
 from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.wire.service_manager import ServiceManager
 
 _LEAST_FILES = 256
 
@@ -59,6 +61,9 @@ def command(
       expanse-ebpf agent --controller controller.example:9777 --interval 5
       expanse-ebpf agent --standalone --db /var/lib/expanse-controller/reports.db
     """
+    service = ServiceManager()
+    if sys.stderr is not None:
+        faulthandler.enable()  # so that the watchdog's SIGABRT tells where the agent was stuck
     logging.basicConfig(format="expanse-ebpf: %(message)s", level=logging.INFO, stream=sys.stderr)
     if not standalone and (db or listen):
         raise click.UsageError("--db and --listen go with --standalone")
@@ -75,7 +80,7 @@ def command(
     with _controller(config, db, listen) if standalone else _as_it_is(config) as ready:
         from expanse_ebpf.agent import Agent
 
-        agent = Agent(ready)
+        agent = Agent(ready, service)
         try:
             agent.start()
             agent.run(ticks)
