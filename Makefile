@@ -18,8 +18,9 @@ BIN := $(VENV)/bin
 # What is compiled, and by what: clang for the BPF programs, libbpf for their headers and the loader.
 BUILD_PACKAGES := clang libbpf-dev libbpf1
 # clang-format checks bpf/, the rest is called by tests.
-TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static \
-	qemu-system-x86 qemu-system-arm cpio e2fsprogs debian-archive-keyring gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static
+# tests/guests: the emulator, what makes disk images, a compiler for programs that run there.
+GUEST_PACKAGES := qemu-system-x86 qemu-system-arm cpio e2fsprogs debian-archive-keyring gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 
 BUILD_SOURCES := pyproject.toml expanse_ebpf/wire/collector.proto $(wildcard bpf/*.py bpf/*.bpf.c bpf/include/*.h)
 GENERATED := expanse_ebpf/wire/collector_pb2.py expanse_ebpf/wire/collector_pb2.pyi \
@@ -126,7 +127,7 @@ build-packages:
 
 .PHONY: test-packages
 test-packages:
-	@$(call packages,$(TEST_PACKAGES))
+	@$(call packages,$(TEST_PACKAGES) $(GUEST_PACKAGES))
 
 $(VENV)/.python:
 	@$(find_python)

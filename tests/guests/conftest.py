@@ -27,12 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Node:
     """A kind of guest. Each run() or start() boots one anew, from the same untouched images."""
 
-    def __init__(self, folder: Path, wheel: Path, arch: str, kernel: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        wheel: Path,
+        arch: str,
+        kernel: str,
+        options: dict[str, Any],
+        packages: tuple[str, ...] = (),
+    ) -> None:
         self.arch = arch
         self.kernel = image.kernel(kernel, arch)
         self._folder = folder
         self._wheel = wheel
         self._options = options
+        self._packages = packages
         self._boots = 0
         self._running: list[Guest] = []
 
@@ -42,7 +51,7 @@ class Node:
         folder = self._folder / f"boot-{self._boots}"
         folder.mkdir(parents=True)
         payload = image.payload(self._wheel, [INSIDE, *files], command, folder)
-        root = image.root(self.arch)
+        root = image.root(self.arch, self._packages)
         running = Guest(self.kernel, root, payload, folder, arch=self.arch, **(self._options | options))
         self._running.append(running)
         return running
@@ -91,14 +100,17 @@ def guest(tmp_path: Path, wheel: Path, accelerator: str) -> Generator[Callable[.
     """Make a kind of guest: `guest(kernel="6.1", arch="arm64", cgroup="v2", init="systemd")`.
 
     `kernel` is one of image.KERNELS, `arch` "amd64" or "arm64", `cgroup` "v2", "v1" or "hybrid", `init`
-    "none" or "systemd"; the other options are those of Guest.
+    "none" or "systemd"; `packages` are Debian packages that it needs besides; the other options are those
+    of Guest.
     """
     made: list[Node] = []
 
-    def make(*, kernel: str = "6.1", arch: str = "amd64", **options: Any) -> Node:
+    def make(
+        *, kernel: str = "6.1", arch: str = "amd64", packages: tuple[str, ...] = (), **options: Any
+    ) -> Node:
         if arch == "amd64":
             options.setdefault("accelerator", accelerator)
-        made.append(Node(tmp_path / f"guest-{len(made)}", wheel, arch, kernel, options))
+        made.append(Node(tmp_path / f"guest-{len(made)}", wheel, arch, kernel, options, packages))
         return made[-1]
 
     yield make

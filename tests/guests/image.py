@@ -40,7 +40,7 @@ PACKAGES = (
     # Essential packages, which nothing names as a need.
     *("base-files", "base-passwd", "bash", "coreutils", "dash", "findutils", "grep", "hostname", "libc-bin"),
     *("sed", "tar", "util-linux"),
-    *("busybox-static", "dbus", "iproute2", "libbpf1", "mount", "passwd", "procps", "python3"),
+    *("busybox-static", "dbus", "iproute2", "libbpf1", "libstdc++6", "mount", "passwd", "procps", "python3"),
     *("systemd", "systemd-sysv", "udev", "usr-is-merged"),
 )
 # What the kernels may have as modules and the first stage needs.
