@@ -24,11 +24,21 @@ CAPABILITIES = {
     "CAP_BPF": (39, "load BPF programs"),
     "CAP_PERFMON": (38, "trace the scheduler and open perf events"),
     "CAP_SYS_PTRACE": (19, "read other users' processes in /proc"),
-    "CAP_DAC_READ_SEARCH": (2, "read other users' files"),
-    "CAP_SYS_RESOURCE": (24, "raise the limits on locked memory and open files"),
+    "CAP_DAC_OVERRIDE": (1, "read other users' environments, remove the cgroups of killed runs"),
+    "CAP_CHOWN": (0, "give users the cgroups of their runs"),
+    "CAP_SYS_ADMIN": (21, "time its own programs, look into jobs' networks"),
+    "CAP_NET_ADMIN": (12, "ask for task delays"),
 }
 REQUIRED = ("CAP_BPF", "CAP_PERFMON")
 _CAP_SYS_ADMIN = 21  # stands for CAP_BPF and CAP_PERFMON
+_CAP_SYS_RESOURCE = 24
+
+# What some kernels can and others cannot, to (the first that can, how it is without).
+ABILITIES = {
+    "bpf_loop": ((5, 17), "the programs' loops are bounded and do without"),
+    "uprobe_multi links": ((6, 6), "a uprobe takes a perf event for each symbol"),
+    "sleepable task iterator": ((5, 18), "programs see of other processes only what is in memory"),
+}
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -68,6 +78,11 @@ def absent_capabilities(effective: int) -> list[str]:
         for name, (bit, _) in CAPABILITIES.items()
         if not (effective >> bit & 1 or (admin and name in REQUIRED))
     ]
+
+
+def may_raise_limits(effective: int) -> bool:
+    """Whether limits on locked memory and open files can be raised above the hard ones."""
+    return bool(effective >> _CAP_SYS_RESOURCE & 1)
 
 
 # ---- the BPF side
@@ -159,6 +174,19 @@ def bpf_part(name: str, code: int, explanation: str) -> Finding:
         return Finding(name, "missing", f"{os.strerror(code)} ({errno.errorcode[code]}), see capabilities")
     cause, _, remedy = explanation.partition("; ")
     return Finding(name, "missing", cause, remedy)
+
+
+def ability(name: str, code: int, release: str) -> Finding:
+    """One of ABILITIES that was tried: the error's number, 0 when it worked. None of them is required."""
+    if not code:
+        return Finding(name, "ok", "works (tried)")
+    (major, minor), without = ABILITIES[name]
+    reason = errno.errorcode.get(code, str(code))
+    if parse_release(release) < (major, minor):
+        return Finding(
+            name, "warning", f"not in this kernel (tried: {reason}), Linux {major}.{minor} has it; {without}"
+        )
+    return Finding(name, "warning", f"refused (tried: {reason}); {without}")
 
 
 # ---- counters
@@ -342,7 +370,10 @@ def delay_accounting(value: int | None, wanted: bool) -> Finding:
         return Finding("delay accounting", "ok", "off, and the source `delays` is switched off")
     if value is None:
         return Finding(
-            "delay accounting", "warning", "not in this kernel", "boot one with CONFIG_TASK_DELAY_ACCT=y"
+            "delay accounting",
+            "warning",
+            "no kernel.task_delayacct",
+            "boot Linux 5.14 or newer with CONFIG_TASK_DELAY_ACCT=y",
         )
     return Finding("delay accounting", "warning", "kernel.task_delayacct=0", "sysctl kernel.task_delayacct=1")
 

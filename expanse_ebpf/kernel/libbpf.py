@@ -103,6 +103,7 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "libbpf_set_print": (c_void_p, _PRINT),
     "libbpf_major_version": (c_uint32,),
     "libbpf_minor_version": (c_uint32,),
+    "libbpf_find_vmlinux_btf_id": (c_int, c_char_p, c_int),
     "bpf_object__open_file": (c_void_p, c_char_p, c_void_p),
     "bpf_object__load": (c_int, c_void_p),
     "bpf_object__close": (None, c_void_p),

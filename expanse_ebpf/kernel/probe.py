@@ -15,15 +15,12 @@ from expanse_ebpf import config as configuration
 from expanse_ebpf.config import Config
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.jobs import hierarchies
-from expanse_ebpf.kernel import cpus, features, libbpf, perf
+from expanse_ebpf.kernel import cpus, features, libbpf, perf, trials
 from expanse_ebpf.kernel.features import Finding
 
 BTF = "/sys/kernel/btf/vmlinux"
 OBJECTS = ("cpu_accounting", "task_lifecycle")
 CONNECT_S = 2.0
-_SYSCALLS = {"x86_64": 321, "aarch64": 280}  # bpf(2)
-_MAP_CREATE, _PROG_LOAD = 0, 5
-_RING_BUFFER, _RAW_TRACEPOINT = 27, 17
 
 
 def read(path: str) -> str | None:
@@ -47,38 +44,6 @@ def _inode(path: str) -> int | None:
         return Path(path).stat().st_ino
     except OSError:
         return None
-
-
-def _bpf(command: int, attributes: bytes) -> int:
-    """bpf(2); the error's number, 0 when it worked. What it makes is closed again."""
-    number = _SYSCALLS.get(platform.machine())
-    if number is None:
-        return errno.ENOSYS
-    libc = ctypes.CDLL(None, use_errno=True)
-    buffer = ctypes.create_string_buffer(attributes, 128)
-    descriptor = libc.syscall(
-        ctypes.c_long(number), ctypes.c_int(command), buffer, ctypes.c_uint(len(buffer))
-    )
-    if descriptor < 0:
-        return ctypes.get_errno()
-    os.close(descriptor)
-    return 0
-
-
-def load_trivial_program() -> int:
-    """Load a tracing program of two instructions; the error's number, 0 when the kernel took it."""
-    # r0 = 0; exit
-    code = ctypes.create_string_buffer(bytes.fromhex("b7000000000000009500000000000000"), 16)
-    text = ctypes.create_string_buffer(b"GPL")
-    head = _RAW_TRACEPOINT.to_bytes(4, "little") + (2).to_bytes(4, "little")
-    pointers = ctypes.addressof(code).to_bytes(8, "little") + ctypes.addressof(text).to_bytes(8, "little")
-    return _bpf(_PROG_LOAD, head + pointers)
-
-
-def make_ring_buffer() -> int:
-    """Make a ring buffer map; the error's number, 0 when the kernel has it."""
-    fields = (_RING_BUFFER, 0, 0, resource.getpagesize())
-    return _bpf(_MAP_CREATE, b"".join(field.to_bytes(4, "little") for field in fields))
 
 
 def load_objects() -> tuple[int, str]:
@@ -111,7 +76,7 @@ def findings(config: Config) -> list[Finding]:
     found = [features.kernel(release, machine)]
     has_btf = Path(BTF).exists()
     found.append(features.btf(has_btf))
-    found += _bpf_findings(machine)
+    found += _bpf_findings(machine, release)
     found.append(_cgroups())
     counters = config.cpu.counters
     found.append(features.pmu(perf.self_test(counters)))
@@ -119,7 +84,7 @@ def findings(config: Config) -> list[Finding]:
     found.append(features.capabilities(effective))
     found.append(features.seccomp(_filtered(status)))
     found.append(features.lockdown(read("/sys/kernel/security/lockdown")))
-    may_raise = "CAP_SYS_RESOURCE" not in features.absent_capabilities(effective)
+    may_raise = features.may_raise_limits(effective)
     found.append(features.memlock(release, *resource.getrlimit(resource.RLIMIT_MEMLOCK), may_raise))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     found.append(features.descriptors(*files, len(cpus.online()), len(counters), may_raise))
@@ -160,20 +125,26 @@ def explain(code: int) -> str:
     )
 
 
-def _bpf_findings(machine: str) -> list[Finding]:
+def _bpf_findings(machine: str, release: str) -> list[Finding]:
     try:
         version: str | None = libbpf.version()
     except UnavailableError:
         version = None
     names = [f"{name}.{machine}.bpf.o" for name in OBJECTS]
     shipped = [name for name in names if (libbpf.OBJECTS / name).exists()]
-    program, ring = load_trivial_program(), make_ring_buffer()
+    program, ring = trials.load_trivial_program(), trials.make_ring_buffer()
     found = [
         features.libbpf(version),
         features.objects(shipped, names),
         features.bpf_part("bpf programs", program, explain(program)),
         features.bpf_part("bpf ring buffer", ring, explain(ring)),
     ]
+    if version is not None and not program:  # else they say nothing of the kernel
+        found += [
+            features.ability("bpf_loop", trials.load_loop(), release),
+            features.ability("uprobe_multi links", trials.link_uprobe_multi(), release),
+            features.ability("sleepable task iterator", trials.link_sleepable_task_iterator(), release),
+        ]
     if version is not None and shipped == names and not program and not ring:
         code, what = load_objects()
         found.append(

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expanse_ebpf.config import COUNTERS, Config
-from expanse_ebpf.kernel import features, probe
+from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.kernel import features, probe, trials
 
 ALL = (1 << 41) - 1
 BPF, PERFMON, ADMIN = 1 << 39, 1 << 38, 1 << 21
@@ -72,11 +74,15 @@ def test_lockdown_is_parsed(text: str | None, mode: str) -> None:
     ("effective", "absent"),
     [
         (ALL, []),
-        (0, ["CAP_BPF", "CAP_PERFMON", "CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH", "CAP_SYS_RESOURCE"]),
-        (BPF | PERFMON, ["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH", "CAP_SYS_RESOURCE"]),
-        (ADMIN, ["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH", "CAP_SYS_RESOURCE"]),
-        (ALL & ~PERFMON & ~ADMIN, ["CAP_PERFMON"]),
-        (ALL & ~(1 << 24), ["CAP_SYS_RESOURCE"]),
+        (0, list(features.CAPABILITIES)),
+        (
+            BPF | PERFMON,
+            ["CAP_SYS_PTRACE", "CAP_DAC_OVERRIDE", "CAP_CHOWN", "CAP_SYS_ADMIN", "CAP_NET_ADMIN"],
+        ),
+        (ADMIN, ["CAP_SYS_PTRACE", "CAP_DAC_OVERRIDE", "CAP_CHOWN", "CAP_NET_ADMIN"]),
+        (ALL & ~PERFMON & ~ADMIN, ["CAP_PERFMON", "CAP_SYS_ADMIN"]),
+        (ALL & ~(1 << 12), ["CAP_NET_ADMIN"]),
+        (ALL & ~(1 << 24), []),  # CAP_SYS_RESOURCE: the limits have lines of their own
     ],
 )
 def test_absent_capabilities_are_named(effective: int, absent: list[str]) -> None:
@@ -220,6 +226,34 @@ def test_nvml_is_never_required(code: int | None, devices: int | None, status: s
     assert words in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "release", "status", "words"),
+    [
+        ("bpf_loop", 0, "5.10.0", "ok", "works (tried)"),  # backported
+        (
+            "bpf_loop",
+            errno.EINVAL,
+            "5.16.9",
+            "warning",
+            "not in this kernel (tried: EINVAL), Linux 5.17 has it",
+        ),
+        ("bpf_loop", errno.EINVAL, "5.17.0", "warning", "refused (tried: EINVAL)"),
+        ("uprobe_multi links", errno.EINVAL, "6.5.0-1", "warning", "Linux 6.6 has it"),
+        ("uprobe_multi links", errno.EOPNOTSUPP, "6.6.0", "warning", "refused (tried: ENOTSUP)"),
+        ("sleepable task iterator", errno.EINVAL, "5.10.0", "warning", "Linux 5.18 has it"),
+        ("sleepable task iterator", errno.EPERM, "6.12.1", "warning", "refused (tried: EPERM)"),
+        ("sleepable task iterator", 99999, "6.12.1", "warning", "99999"),
+    ],
+)
+def test_an_ability_that_is_missing_says_from_when_on_and_what_it_means(
+    name: str, code: int, release: str, status: str, words: str
+) -> None:
+    finding = features.ability(name, code, release)
+    assert (finding.name, finding.status) == (name, status)
+    assert words in finding.detail
+    assert finding.detail.endswith(features.ABILITIES[name][1]) is (status == "warning")
+
+
 def test_the_rest_of_the_decisions() -> None:
     assert features.btf(False).status == "missing"
     assert features.libbpf(None).status == "missing"
@@ -249,27 +283,58 @@ def test_the_rest_of_the_decisions() -> None:
 # ---- this machine
 
 
+TRIALS = (
+    trials.load_trivial_program,
+    trials.make_ring_buffer,
+    trials.load_loop,
+    trials.link_uprobe_multi,
+    trials.link_sleepable_task_iterator,
+)
+
+
 def test_this_machine_loads_programs_for_real() -> None:
-    assert probe.load_trivial_program() == 0
-    assert probe.make_ring_buffer() == 0
+    assert trials.load_trivial_program() == 0
+    assert trials.make_ring_buffer() == 0
     assert probe.load_objects() == (0, "")
 
 
-def test_loading_leaves_no_descriptor() -> None:
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
+@pytest.mark.parametrize(("name", "trial"), list(zip(features.ABILITIES, TRIALS[2:], strict=True)))
+def test_abilities_are_tried_for_real(name: str, trial: Callable[[], int]) -> None:
+    """Kernels that lack them are in tests/guests/test_matrix.py."""
+    release = os.uname().release
+    has_it = features.parse_release(release) >= features.ABILITIES[name][0]
+    assert (trial() == 0) is has_it
+    assert features.ability(name, trial(), release) in probe.findings(Config())
 
-    before = count()
-    probe.load_trivial_program()
-    probe.make_ring_buffer()
-    assert count() == before
+
+def test_trials_leave_no_descriptor() -> None:
+    program = "import os; from expanse_ebpf.kernel import trials; before = os.listdir('/proc/self/fd')\n"
+    program += f"for name in {[trial.__name__ for trial in TRIALS]}: getattr(trials, name)()\n"
+    program += "print(os.listdir('/proc/self/fd') == before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_a_process_without_capabilities_is_refused_for_real() -> None:
-    program = "import os; from expanse_ebpf.kernel import probe; os.setgid(65534); os.setuid(65534)\n"
-    program += "print(probe.load_trivial_program(), probe.make_ring_buffer())"
+    program = "import os; from expanse_ebpf.kernel import trials; os.setgid(65534); os.setuid(65534)\n"
+    program += f"print(*(getattr(trials, n)() for n in {[trial.__name__ for trial in TRIALS]}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(errno.EPERM)] * 2
+    assert done.stdout.split() == [str(errno.EPERM)] * len(TRIALS)
+
+
+def test_where_nothing_can_be_loaded_no_abilities_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> set[str]:
+        return {finding.name for finding in probe.findings(Config())} & features.ABILITIES.keys()
+
+    def missing() -> None:
+        raise UnavailableError("libbpf.so.1 is not installed")
+
+    assert told() == features.ABILITIES.keys()
+    with monkeypatch.context() as without:
+        without.setattr(trials, "load_trivial_program", lambda: errno.EPERM)
+        assert not told()
+    monkeypatch.setattr(probe.libbpf, "version", missing)
+    assert not told()
 
 
 def test_the_findings_have_one_line_each_and_a_name_of_their_own(tmp_path: Path) -> None:
