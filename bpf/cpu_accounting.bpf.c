@@ -8,7 +8,12 @@
  */
 #include "job_slots.h"
 
-/* What is known of one CPU. Only that CPU writes its row, with interrupts off or from one. */
+#define ENOENT 2
+
+/*
+ * What is known of one CPU. Only that CPU writes its row, with interrupts off or from one, and while it
+ * is dead the CPU that has taken it down.
+ */
 struct cpu_state {
 	u64 cgroup;	 /* of the task that ran last, idle aside */
 	u32 slot;	 /* to which everything since the last charge belongs */
@@ -28,7 +33,9 @@ struct cpu_state {
 	u64 nr_switches; /* all switches since boot, at the last charge */
 	u64 read_errors; /* hardware counters that could not be read */
 	u32 pending;	 /* written by `scan`: there is something to charge */
-	u32 unused[5];
+	u32 owned;	 /* written by user space: charged by owner, the switch hook is off */
+	u32 events_lost; /* how often its perf events may have died */
+	u32 unused[3];
 	struct bpf_perf_event_value counters[COUNTERS]; /* at the last charge */
 };
 /* Rows start on cache lines. */
@@ -49,6 +56,15 @@ struct {
 	__type(key, u32);
 	__type(value, u32);
 } events SEC(".maps");
+
+/* How often a CPU came or went, for user space to look at the others only then. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, u32);
+	__type(value, u64);
+} hotplugs SEC(".maps");
 
 /*
  * How long a task had waited in all when it last came to a CPU. A queued task that is pulled to another
@@ -78,7 +94,7 @@ struct reading {
 
 static __always_inline void add(u64 *total, u64 amount)
 {
-	/* No negative amounts: counters may restart when a CPU was offline. */
+	/* No negative amounts, whatever a counter does. */
 	if ((s64)amount > 0)
 		__sync_fetch_and_add(total, amount);
 }
@@ -86,11 +102,15 @@ static __always_inline void add(u64 *total, u64 amount)
 static __always_inline void charge_counter(struct cpu_state *state, struct totals *slot, u32 cpu, u32 i)
 {
 	struct bpf_perf_event_value now, *last = &state->counters[i];
+	long error;
 
 	if (!(config.counters & (1 << i)))
 		return;
-	if (bpf_perf_event_read_value(&events, i * config.cpus + cpu, &now, sizeof(now))) {
-		state->read_errors++;
+	error = bpf_perf_event_read_value(&events, i * config.cpus + cpu, &now, sizeof(now));
+	if (error) {
+		/* Not open on this CPU: user space knows that. */
+		if (error != -ENOENT)
+			state->read_errors++;
 		return;
 	}
 	if (state->started) {
@@ -370,6 +390,42 @@ int flush_owned(void *unused)
 	/* What only the hook keeps up to date starts anew with it. */
 	state->task = 0;
 	state->idle_since = BPF_CORE_READ(current, pid) == 0 ? now.clock : 0;
+	return 0;
+}
+
+/*
+ * A CPU that goes offline takes its perf events with it: they stop for good, and read as before. So
+ * they are opened anew by user space, which is told here. The last switch, to idle, is not shown to
+ * BPF; when the CPU is dead and nobody can bring it back yet, its row is put in order.
+ */
+SEC("tp_btf/cpuhp_exit")
+int BPF_PROG(on_hotplug, unsigned int cpu, int reached, int step, int error)
+{
+	bool events = step == (int)bpf_core_enum_value(enum cpuhp_state, CPUHP_AP_PERF_ONLINE);
+	bool dead = step == (int)bpf_core_enum_value(enum cpuhp_state, CPUHP_TEARDOWN_CPU) && !error;
+	u32 key = cpu, only = 0;
+	struct cpu_state *state = bpf_map_lookup_elem(&cpus, &key);
+	u64 *count = bpf_map_lookup_elem(&hotplugs, &only);
+	struct reading now;
+
+	if (!state || !count || !(events || dead))
+		return 0;
+	if (events) {
+		/* On the CPU itself, in a thread of the kernel's. */
+		state->rq = (u64)rq_here((struct task_struct *)bpf_get_current_task());
+		state->events_lost++;
+	}
+	read_rq((struct rq *)state->rq, &now);
+	if (dead) {
+		if (state->idle_since)
+			state->idle_ns += now.clock - state->idle_since;
+		charge(state, &now, cpu, !state->owned, false);
+		state->task = 0;
+		state->idle_since = now.clock;
+	} else if (!state->started) {
+		charge(state, &now, cpu, false, false);
+	}
+	__sync_fetch_and_add(count, 1);
 	return 0;
 }
 

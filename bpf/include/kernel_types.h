@@ -128,4 +128,10 @@ enum cgroup_subsys_id {
 	pids_cgrp_id,
 };
 
+/* Steps of a CPU on its way in or out. */
+enum cpuhp_state {
+	CPUHP_TEARDOWN_CPU,
+	CPUHP_AP_PERF_ONLINE,
+};
+
 #endif

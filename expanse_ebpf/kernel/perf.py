@@ -14,7 +14,7 @@ import platform
 import resource
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from expanse_ebpf.config import COUNTERS
@@ -150,13 +150,15 @@ class OpenCounters:
         """How many online CPUs are not counted."""
         return len(self.missing)
 
-    def update(self, cpus: Iterable[int]) -> list[int]:
+    def update(self, cpus: Iterable[int], dead: Collection[int] = ()) -> list[int]:
         """Follow the online list: open on CPUs that came, close on those that went, try missing ones again.
 
-        The CPUs on which descriptors were opened now. Never raises for an event that does not open.
+        An event stops for good when its CPU goes offline, even if that comes back: on CPUs in `dead` they
+        are closed and opened anew. The CPUs on which descriptors were opened now. Never raises for an
+        event that does not open.
         """
         online = set(cpus)
-        for name, cpu in [key for key in self.descriptors if key[1] not in online]:
+        for name, cpu in [key for key in self.descriptors if key[1] not in online or key[1] in dead]:
             self._close(name, cpu)
         counted = {cpu for _, cpu in self.descriptors}
         failures: dict[tuple[str, int], str] = {}

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 HARDWARE = tuple(perf.HARDWARE[name] for name in COUNTERS)
 _NOT_OWNED = "its CPUs are counted without the scheduler hook, which alone tells these apart"
-_RECHECK_TICKS = 15  # how often online CPUs and cpusets are read again
+_NOT_COUNTED = "no counter register was free while it ran: more events are open than the PMU counts at once"
+_RECHECK_TICKS = 15  # how often cpusets are read again, and CPUs that could not be counted tried
 
 
 def create(context: Context) -> CpuSource:
@@ -52,6 +53,8 @@ class CpuSource:
         self._scaled: dict[int, _Scaled] = {}
         self._owned: dict[int, int] = {}
         self._ticks = 0
+        self._hotplugs = 0
+        self._events_lost: list[int] = []
         self._cost = _ProgramCost(self._config.bpf_stats, self._config.bpf_stats_every)
 
     def start(self) -> None:
@@ -70,6 +73,7 @@ class CpuSource:
             if spec.name in refused:
                 self.unavailable[name] = refused[spec.name]
         self._accounting = Accounting(self._lifecycle, [self._descriptors(spec) for spec in self._specs])
+        self._hotplugs, self._events_lost = -1, self._accounting.events_lost()  # the first tick looks
         self._accounting.attach()
         self.mode = "hook"
         self._cost.programs = {**self._lifecycle.programs, **self._accounting.programs}
@@ -91,6 +95,7 @@ class CpuSource:
         assert accounting is not None
         assert lifecycle is not None
         slots = lifecycle.slots
+        self._follow_cpus()
         accounting.flush()
         accounting.release(tuple(slots.retired))
         slots.settle(accounting.in_use())
@@ -98,7 +103,8 @@ class CpuSource:
             if job.slot is None:
                 sample.unavailable["counters"] = "no accounting slot was free"
                 continue
-            self._fill(job.slot, slots.total(job.slot), sample.counters)
+            for name in self._fill(job.slot, slots.total(job.slot), sample.counters):
+                sample.unavailable[name] = _NOT_COUNTED
             if self.mode == "hook":
                 sample.cpu_ns = sample.counters.run_ns  # a CPU cgroup, where there is one, knows better
             else:
@@ -111,7 +117,10 @@ class CpuSource:
         self._choose_mode([job for job, _ in jobs])
         collector = report.collector
         collector.cpu_mode = self.mode
-        self._cost.tick()
+        try:
+            self._cost.tick()
+        except libbpf.BpfError as error:
+            self.unavailable["program statistics"] = f"{error}; grant CAP_SYS_ADMIN, or cpu.bpf_stats = 'off'"
         self._cost.fill(report)
         losses = lifecycle.losses()
         collector.events_submitted, collector.events_lost = losses.submitted, losses.lost
@@ -127,7 +136,8 @@ class CpuSource:
                 total = [a + b for a, b in zip(total, slots.total(job.slot), strict=True)]
         return total
 
-    def _fill(self, slot: int, total: Sequence[int], counters: Counters) -> None:
+    def _fill(self, slot: int, total: Sequence[int], counters: Counters) -> list[str]:
+        """Set `counters` to what the slot's `total` says; the hardware counters that it says nothing of."""
         counters.context_switches = total[kernel.SWITCHES]
         counters.migrations = total[kernel.MIGRATIONS]
         counters.forks = total[kernel.FORKS]
@@ -137,34 +147,65 @@ class CpuSource:
             counters.run_queue_wait_ns = total[kernel.WAIT_NS]
             counters.page_faults = total[kernel.PAGE_FAULTS]
         scaled = self._scaled.setdefault(slot, _Scaled())
+        not_counted = []
         for i, name in enumerate(COUNTERS):
             if name not in self.unavailable:
                 at = kernel.COUNTERS + 3 * i
                 value = scaled.update(i, total[at], total[at + 1], total[at + 2])
-                if value is not None:
+                if value is None:
+                    not_counted.append(name)
+                else:
                     target = getattr(counters, name)
                     target.value, target.running_ratio = value
+        return not_counted
 
-    def _choose_mode(self, jobs: Sequence[Job]) -> None:
-        """Hook or owners, and on the way follow CPUs that come and go."""
-        self._ticks += 1
-        if self._ticks % _RECHECK_TICKS != 2:  # early, so that a settled node drops its hook soon
-            return
+    def _follow_cpus(self) -> None:
+        """Open the counters of CPUs that came since the last tick, give up those of CPUs that went."""
         accounting, events = self._accounting, self._events
         assert accounting is not None
         assert events is not None
-        online = accounting.online = cpus.online()
-        for cpu in events.update(online):
+        came: list[int] = []
+        hotplugs = accounting.hotplugs
+        if hotplugs != self._hotplugs or (events.missing and self._ticks % _RECHECK_TICKS == 2):
+            self._hotplugs = hotplugs
+            came = self._renew_events(accounting, events)
+        if events.missing:
+            why = f"{len(events.missing)} CPUs are not counted: {next(iter(events.missing.values()))}"
+            self.unavailable["cpus"] = why
+        elif came:
+            self.unavailable["cpus"] = f"just online, and counted from now on: {', '.join(map(str, came))}"
+        else:
+            self.unavailable.pop("cpus", None)
+
+    def _renew_events(self, accounting: Accounting, events: perf.OpenCounters) -> list[int]:
+        lost, online = accounting.events_lost(), cpus.online()
+        dead = {cpu for cpu, (a, b) in enumerate(zip(self._events_lost, lost, strict=True)) if a != b}
+        self._events_lost = lost
+        for cpu in dead | (set(accounting.online) - set(online)):
+            last = {
+                i: perf.read_counter(events.descriptors[spec.name, cpu])
+                for i, spec in enumerate(self._specs)
+                if (spec.name, cpu) in events.descriptors
+            }
+            accounting.end_events(cpu, last)
+        if online != accounting.online:
+            accounting.online = online
+            self.jobs_changed()  # where they may run has changed with it
+        came = events.update(online, dead)
+        for cpu in came:
             for i, spec in enumerate(self._specs):
                 if (spec.name, cpu) in events.descriptors:
                     accounting.set_event(i, cpu, events.descriptors[spec.name, cpu])
-        if events.missing:
-            self.unavailable["cpus"] = (
-                f"{len(events.missing)} CPUs are not counted: {next(iter(events.missing.values()))}"
-            )
-        else:
-            self.unavailable.pop("cpus", None)
-        owners = owned_cpus(jobs, online) if self._config.mode != "hook" else None
+        return came
+
+    def _choose_mode(self, jobs: Sequence[Job]) -> None:
+        """Charge by the hook, or by owners where all jobs have CPUs of their own."""
+        self._ticks += 1
+        if self._ticks % _RECHECK_TICKS != 2:  # early, so that a settled node drops its hook soon
+            return
+        accounting = self._accounting
+        assert accounting is not None
+        owners = owned_cpus(jobs, accounting.online) if self._config.mode != "hook" else None
         if owners is None:
             if self.mode == "owned":
                 accounting.attach()

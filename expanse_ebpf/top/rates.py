@@ -140,6 +140,8 @@ class Rates:
         self._count += 1
         interval = report.interval_ns / 1e9
         cpus = report.host.cpus_online
+        if self._last is not None:  # those that have gone since did their part
+            cpus = max(cpus, self._last.host.cpus_online)
         jobs: list[Values] = []
         bad = 0
         for job in report.jobs:

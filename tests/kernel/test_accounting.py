@@ -484,6 +484,37 @@ def test_without_the_hook_cpus_are_charged_to_their_owners(
     assert grown[kernel.PAGE_FAULTS] < 100  # nobody's past is booked
 
 
+def test_what_a_dead_event_counted_last_is_booked_once_and_the_next_begins_at_0(
+    groups: Groups, load: Callable[..., Kernel]
+) -> None:
+    one = load(counters=["page-faults"])
+    path = groups.make()
+    slot, at = one.slot(path), kernel.COUNTERS
+    one.accounting.detach()
+    one.accounting.own({1: slot})  # nothing is charged between flushes
+
+    def touch() -> int:
+        """Fresh pages on CPU 1; what its event stands at then."""
+        code = "import mmap\nm = mmap.mmap(-1, 4096 * 3000)\nfor i in range(3000): m[i * 4096] = 1"
+        groups.start(code, path, cpus={1}).wait()
+        return perf.read_counter(one.counters.descriptors["page-faults", 1]).value
+
+    touch()
+    before = one.total(slot)[at]
+    assert before >= 3000
+    touch()
+    last = perf.read_counter(one.counters.descriptors["page-faults", 1])
+    one.accounting.end_events(1, {0: last})
+    booked = one.lifecycle.slots.total(slot)[at]
+    assert 3000 <= booked - before <= last.value - 3000
+    assert one.total(slot)[at] == booked  # the event itself is read no more
+    (cpu,) = one.counters.update(online(), dead={1})
+    one.accounting.set_event(0, cpu, one.counters.descriptors["page-faults", cpu])
+    newest = touch()
+    assert 3000 <= one.total(slot)[at] - booked < newest + 1000
+    assert one.accounting.read_errors() == 0
+
+
 def test_nothing_is_left_in_the_kernel_after_kill_9() -> None:
     code = (
         "from tests.kernel.test_accounting import Kernel\nk = Kernel()\n"

@@ -120,6 +120,18 @@ def test_cpus_that_come_and_go_are_followed() -> None:
     counters.close()
 
 
+def test_where_events_have_died_they_are_opened_anew() -> None:
+    before = descriptors()
+    opener = FakeOpener()
+    counters = perf.open_on_cpus([CYCLES, HARDWARE["instructions"]], [0, 1, 2], opener)
+    opener.opened.clear()
+    assert counters.update([0, 1], dead={1, 2}) == [1]  # back already, and gone
+    assert opener.opened == [("cycles", 1), ("instructions", 1)]
+    assert len(counters.descriptors) == 4
+    assert descriptors() == before + 4
+    counters.close()
+
+
 def test_a_cpu_that_was_missing_is_tried_again() -> None:
     broken = {1}
     counters = perf.open_on_cpus(

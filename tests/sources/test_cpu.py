@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,30 @@ def test_jobs_with_cpus_of_their_own_are_counted_without_the_hook(
         assert {p.name: p.runs for p in sample(source, [own]).collector.programs}["on_switch"] == runs
         source.jobs_changed()
         assert sample(source, [own]).collector.cpu_mode == "hook"
+    finally:
+        source.stop()
+
+
+def test_where_perf_events_have_died_new_ones_count_on(lifecycle: Lifecycle) -> None:
+    """As the kernel side tells it when a CPU was away between two ticks."""
+    source = CpuSource(Context(Config(), lifecycle), SOFTWARE)
+    source.start()
+    try:
+        first = sample(source, []).host.system
+        accounting, events = source._accounting, source._events
+        assert accounting is not None
+        assert events is not None
+        old = {key: perf.read_counter(fd).enabled_ns for key, fd in events.descriptors.items()}
+        struct.pack_into("=I", accounting._states, 256 + 120, 1)  # of CPU 1, events_lost
+        struct.pack_into("=Q", accounting._hotplugs, 0, 1)
+        second = sample(source, []).host.system
+        assert source.unavailable == {"cpus": "just online, and counted from now on: 1"}
+        for (name, cpu), fd in events.descriptors.items():
+            assert (perf.read_counter(fd).enabled_ns < old[name, cpu]) == (cpu == 1)
+        third = sample(source, []).host.system
+        assert source.unavailable == {}
+        assert first.cycles.value <= second.cycles.value <= third.cycles.value
+        assert first.cycles.value < third.cycles.value
     finally:
         source.stop()
 

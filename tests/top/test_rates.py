@@ -53,6 +53,14 @@ def test_a_new_run_counts_from_zero() -> None:
     assert rates_of(reports) == [(None, 0), (120, 0), (30, 0), (60, 0)]
 
 
+def test_what_cpus_did_before_they_went_is_no_bogus_value() -> None:
+    rates = Rates()
+    reports = [faults(1, 0), faults(2, 0)]
+    for report, cpus, cpu_ns in zip(reports, (8, 2), (0, 7 * SECOND), strict=True):
+        report.host.cpus_online, report.jobs[0].cpu_ns = cpus, cpu_ns
+    assert [rates.add(report)["jobs"][0]["cpu_cores"] for report in reports] == [None, 7.0]
+
+
 def test_a_single_bogus_value_is_dropped_and_makes_no_spike() -> None:
     reports = [faults(1, 1000), faults(2, 1050), faults(3, 0), faults(4, 1100)]
     # The last 50 were added in the two seconds since the last good sample.

@@ -1,0 +1,215 @@
+"""The agent while CPUs go and come and clocks stop and jump: every report is held against the one before.
+
+    cpus_agent.py [hotplug | stopped | stepped | asleep]...
+
+Ends with an assertion when a figure is wrong. "stopped" waits for the whole machine to be stopped for a
+while once it has written so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from cpus import events_open, switch
+
+from expanse_ebpf.config import COUNTERS
+from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.kernel.cpus import POSSIBLE, online
+from expanse_ebpf.top import client
+from expanse_ebpf.wire.collector_pb2 import Counters, Report
+
+INTERVAL_S = 0.5
+SOCKET = "/run/expanse-ebpf/agent.sock"
+COMMAND = "/opt/expanse-ebpf/bin/expanse-ebpf"
+WORK = """
+import mmap, os, threading, time
+def work():
+    while True:
+        with mmap.mmap(-1, 4096 * 20) as pages:
+            for i in range(20):
+                pages[i * 4096] = 1
+        for i in range(3000): pass
+        time.sleep(0.002 * os.cpu_count())
+for i in range(%d):
+    threading.Thread(target=work).start()
+"""
+
+
+class Node:
+    """The agent, two jobs, and the reports so far."""
+
+    def __init__(self, threads: int) -> None:
+        self.reports: list[Report] = []
+        command = [COMMAND, "agent", "--interval", str(INTERVAL_S), "--socket", SOCKET]
+        self.agent = subprocess.Popen(command)
+        self.jobs: list[subprocess.Popen[bytes]] = []
+        until("the agent answers", lambda: Path(SOCKET).exists())
+        threading.Thread(target=self._watch, daemon=True).start()
+        self.more(2)
+        for name in ("one", "two"):
+            work = [sys.executable, "-S", "-c", WORK % threads]
+            self.jobs.append(subprocess.Popen([COMMAND, "run", "--name", name, "--", *work]))
+        until("both jobs are seen", lambda: len(self.reports[-1].jobs) == 2)
+        self.events = [name for name in COUNTERS if self.reports[-1].host.system.HasField(name)]
+        self.more(2)
+
+    def _watch(self) -> None:
+        with suppress(UnavailableError):  # at the end
+            for report in client.watch(SOCKET):
+                self.reports.append(report)
+
+    def more(self, count: int) -> Report:
+        """So many more reports, the last of them."""
+        wanted = len(self.reports) + count
+        until("more reports", lambda: len(self.reports) >= wanted)
+        return self.reports[-1]
+
+    def settled(self) -> None:
+        """Two ticks on, descriptors and CPUs are as they must be."""
+        report = self.more(2)
+        assert report.host.cpus_online == len(online())
+        assert events_open(self.agent.pid) == len(online()) * len(self.events)
+        (cpu,) = [source for source in report.collector.sources if source.name == "cpu"]
+        assert cpu.up, cpu.reason
+        assert set(cpu.unavailable) == set(COUNTERS) - set(self.events), dict(cpu.unavailable)
+
+    def used(self) -> list[int]:
+        """What the kernel says of the jobs' CPU time, in ns."""
+        files = [
+            Path(f"/sys/fs/cgroup{job.identity.cgroup}/cpu.stat") for job in sorted_jobs(self.reports[-1])
+        ]
+        return [int(file.read_text().split()[1]) * 1000 for file in files]
+
+    def check(self) -> None:
+        """All reports, from the first on."""
+        before = self.used()
+        last = self.more(2)
+        after = self.used()
+        for job, low, high in zip(sorted_jobs(last), before, after, strict=True):
+            ran = job.counters.run_ns
+            print(f"{job.identity.id} ran {ran / 1e9:.3f} s, {low / 1e9:.3f} to {high / 1e9:.3f} s")
+            assert low * 0.97 - 5e7 <= ran <= high * 1.03 + 5e7
+        possible = len(online(POSSIBLE))
+        for then, now, following in zip(self.reports, self.reports[1:], self.reports[2:], strict=False):
+            assert now.sequence == then.sequence + 1
+            assert now.interval_ns > 0
+            # Taken somewhere in the tick, while the interval is from beginning to beginning.
+            time_ns = now.interval_ns + following.collector.tick_ns
+            ran = sum(b - a for a, b in pairs(then, now, "run_ns"))
+            assert ran <= possible * 1.05 * time_ns, f"{ran} ns on {possible} CPUs in {time_ns} ns"
+            for figure in ("run_ns", "context_switches", "page_faults", "migrations", "run_queue_wait_ns"):
+                falls = [(a, b) for a, b in pairs(then, now, figure) if b < a]
+                assert not falls, (figure, falls)
+            for name in self.events:
+                values = [(a.value, b.value) for a, b in pairs(then, now, name)]
+                assert all(b >= a for a, b in values), (name, values)
+        # Never more of them than the time allows: nothing is caught up.
+        passed = sum(report.interval_ns for report in self.reports[1:])
+        assert len(self.reports) <= passed / (INTERVAL_S * 1e9) + 2
+
+    def top(self) -> None:
+        shown = subprocess.run(
+            [COMMAND, "top", "--once", "--json", "--socket", SOCKET], capture_output=True, check=True
+        )
+        assert {job["id"] for job in json.loads(shown.stdout)["jobs"]} == {"one", "two"}
+
+    def close(self) -> None:
+        for process in [*self.jobs, self.agent]:
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(60) for process in [*self.jobs, self.agent]]
+        assert codes[-1] == 0, codes
+
+
+def sorted_jobs(report: Report) -> list:
+    return sorted(report.jobs, key=lambda job: job.identity.id)
+
+
+def pairs(then: Report, now: Report, figure: str) -> list[tuple]:
+    """(before, after) of a figure, for each job that was there before and for what belongs to none."""
+    before = {job.identity.id: job.counters for job in then.jobs}
+    both: list[tuple[Counters, Counters]] = [(then.host.system, now.host.system)]
+    both += [(before[job.identity.id], job.counters) for job in now.jobs if job.identity.id in before]
+    return [(getattr(a, figure), getattr(b, figure)) for a, b in both]
+
+
+def until(what: str, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def hotplug(node: Node) -> None:
+    cpu = online()[-1]
+    for _ in range(2):
+        switch(cpu, False)
+        node.settled()
+        switch(cpu, True)
+        node.settled()
+    for _ in range(5):  # in between ticks, or not
+        switch(cpu, False)
+        switch(cpu, True)
+    node.settled()
+    node.top()
+
+
+def stopped(node: Node) -> None:
+    count = len(node.reports)
+    print("stop me", flush=True)
+    node.more(12)
+    assert len(node.reports) >= count + 12
+
+
+def stepped(node: Node) -> None:
+    for step in (30, -30):
+        then = node.more(1)
+        time.clock_settime(time.CLOCK_REALTIME, time.time() + step)
+        now = node.more(3)
+        passed = sum(r.interval_ns for r in node.reports if r.sequence > then.sequence)
+        moved = now.time_ns - then.time_ns
+        print(f"stepped {step}: stamps moved {moved / 1e9:.3f} s in {passed / 1e9:.3f} s")
+        assert abs(moved - passed - step * 1e9) < 1e9
+
+
+def asleep(node: Node) -> None:
+    """Suspended to RAM until the alarm of the real-time clock: all CPUs but one go and come."""
+    then = node.more(1)
+    before = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    subprocess.run(["rtcwake", "-m", "mem", "-s", "3"], check=True)
+    slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic() - before
+    now = node.more(3)
+    passed = sum(r.interval_ns for r in node.reports if r.sequence > then.sequence)
+    moved = now.time_ns - then.time_ns
+    print(f"slept {slept:.3f} s: stamps moved {moved / 1e9:.3f} s in {passed / 1e9:.3f} s")
+    assert slept > 1
+    assert abs(moved - passed - slept * 1e9) < 1e9
+    node.settled()
+    # This machine does not power off any more after that, but it does reset.
+    Path("/usr/bin/busybox").unlink()
+    Path("/usr/bin/busybox").write_text("#!/bin/bash\necho b >/proc/sysrq-trigger\nsleep 60\n")
+    Path("/usr/bin/busybox").chmod(0o755)
+
+
+def main(kinds: list[str]) -> None:
+    node = Node(len(online()))
+    try:
+        for kind in kinds:
+            print(os.uname().release, kind, flush=True)
+            {"hotplug": hotplug, "stopped": stopped, "stepped": stepped, "asleep": asleep}[kind](node)
+        node.check()
+    finally:
+        node.close()
+    print("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
