@@ -74,7 +74,8 @@ class Agent:
 
             pods = PodNames(config.jobs.pods_url)
         # Others hold no figures, and BPF cannot tell which of their cgroups a task is in.
-        self._hierarchies = [h for h in hierarchies.mounted() if h.name in kernel.HIERARCHIES]
+        self._mounted = hierarchies.mounted()
+        self._hierarchies = [h for h in self._mounted if h.name in kernel.HIERARCHIES]
         seen = {h.name for h in self._hierarchies}
         # The kernel's number of each hierarchy that is seen here to its name.
         self._names = {number: name for number, name in hierarchies.numbers().items() if name in seen}
@@ -282,7 +283,7 @@ class Agent:
         if self._adoptions is not None:
             self._adoptions.remove_empty()
         if report.sequence % _SWEEP_TICKS == 0:
-            launch.sweep(self._hierarchies)
+            launch.sweep(self._mounted)
         launch.clear(
             directory
             for job in self._table.left_over

@@ -187,6 +187,9 @@ def _become(
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         place.join()
+        # The scheduler hook sees the new cgroup at the next switch: what ran until then would count as the
+        # former job's.
+        time.sleep(1e-6)
         os.write(writer, os.fsencode(place.directories[0]) + b"\0")
         os.execvp(cmd[0], cmd)
     except ExpanseError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from expanse_ebpf.errors import UnavailableError
 
@@ -166,16 +166,24 @@ def mode(hierarchies: Sequence[Hierarchy]) -> Literal["v1", "v2", "hybrid"]:
     return "hybrid" if any(h.version == 1 and h.controllers for h in hierarchies) else "v2"
 
 
-def choose(jobs_by_hierarchy: Mapping[str, int], hierarchies: Sequence[Hierarchy]) -> str:
-    """Name of the hierarchy that tells jobs apart: the one in which most jobs are seen.
+class Tally(NamedTuple):
+    """How many jobs a hierarchy tells apart. Schedulers' come first: a node has systemd units anyway."""
 
-    `jobs_by_hierarchy` counts jobs by hierarchy name. Raises UnavailableError when no hierarchy can serve.
+    jobs: int
+    units: int
+
+
+def choose(tallies: Mapping[str, Tally], hierarchies: Sequence[Hierarchy]) -> str:
+    """Name of the hierarchy that tells jobs apart: the one in which most jobs are seen, then most units.
+
+    `tallies` are by hierarchy name. Raises UnavailableError when no hierarchy can serve.
     """
     names = [h.name for h in hierarchies if not h.named]
     if not names:
         raise UnavailableError(_NONE_MOUNTED)
 
-    def rank(name: str) -> tuple[int, int]:
-        return -jobs_by_hierarchy.get(name, 0), _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    def rank(name: str) -> tuple[Tally, int]:
+        order = _ORDER.index(name) if name in _ORDER else len(_ORDER)
+        return tallies.get(name, Tally(0, 0)), -order
 
-    return min(names, key=rank)
+    return max(names, key=rank)

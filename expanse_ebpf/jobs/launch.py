@@ -24,7 +24,11 @@ _BATCH = 256  # processes signalled at once, each with a descriptor
 MAX_CGROUPS = 65536  # that a job made below its own
 SETTLE_S = 2.0  # the kernel says EBUSY for a moment after the last process of a cgroup has gone
 
-CONTROLLERS = frozenset({"memory", "cpu", "cpuacct", "cpuset", "freezer", "blkio", "pids", "devices"})
+# v1's systemd moves what it finds in a unit of its own hierarchy back to that unit in any other, whenever
+# it turns a controller on or off; so a job leaves the unit there too, as it does on v2.
+CONTROLLERS = frozenset(
+    {"memory", "cpu", "cpuacct", "cpuset", "freezer", "blkio", "pids", "devices", "name=systemd"}
+)
 ENABLED = ("cpu", "memory", "io", "pids")  # on v2, where the parent can
 
 
@@ -269,7 +273,7 @@ def parents(
     """Where a job's cgroups go, the unified hierarchy first: below `cgroup`, or at the mounts' roots."""
     found: list[str] = []
     for hierarchy in sorted(hierarchies, key=lambda h: h.version, reverse=True):
-        if hierarchy.version == 1 and not wanted.issuperset(hierarchy.controllers or ("none",)):
+        if hierarchy.version == 1 and not wanted.issuperset(hierarchy.controllers or (hierarchy.name,)):
             continue
         if cgroup is None:
             found.append(hierarchy.mount)

@@ -8,13 +8,13 @@ cgroup is removed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.jobs import hierarchies, paths, states
-from expanse_ebpf.jobs.hierarchies import Hierarchy
+from expanse_ebpf.jobs.hierarchies import Hierarchy, Tally
 from expanse_ebpf.jobs.identity import IdentityReader, parse_stat, parse_uid
 from expanse_ebpf.jobs.job import Job
 from expanse_ebpf.jobs.paths import Place, UnitFilter
@@ -135,6 +135,7 @@ class JobTable:
         self._moves = -1
         self._unmatched_ticks = 0
         self._unmatched: set[tuple[str, str]] = set()  # seen in another hierarchy alone
+        self._had_jobs = False  # whether a scheduler's job has been seen in the present one
 
     # ---- which hierarchy -----------------------------------------------------------------------
 
@@ -150,6 +151,8 @@ class JobTable:
 
     def better_hierarchy(self) -> str | None:
         """Another hierarchy that tells more jobs apart than the present one, when that lasts; else None."""
+        here = _tally(job.identity.scheduler for job in self)
+        self._had_jobs |= here.jobs > 0
         known = {(job.identity.scheduler, entry.place.id) for job, entry in self._entries.items()}
         unmatched = {key for seen in self._elsewhere.values() for key in seen.values() if key not in known}
         self._unmatched_ticks = self._unmatched_ticks + 1 if unmatched and unmatched <= self._unmatched else 0
@@ -157,12 +160,14 @@ class JobTable:
         # Rarely after the first time: what stays unmatched may be left over from former jobs.
         if self._unmatched_ticks != 2 and (self._unmatched_ticks == 0 or self._unmatched_ticks % 30):
             return None
-        counts = {name: self._lively(name) for name in self._elsewhere}
-        counts[self._telling] = sum(1 for _ in self)
-        chosen = hierarchies.choose(counts, list(self._hierarchies.values()))
-        return chosen if counts.get(chosen, 0) > counts[self._telling] else None
+        tallies = {name: self._lively(name) for name in self._elsewhere}
+        tallies[self._telling] = here
+        chosen = hierarchies.choose(tallies, list(self._hierarchies.values()))
+        # Not back and forth with every job: units alone are no reason where jobs have been seen.
+        more = tallies[chosen].jobs > here.jobs if self._had_jobs else tallies[chosen] > here
+        return chosen if more else None
 
-    def _lively(self, name: str) -> int:
+    def _lively(self, name: str) -> Tally:
         """How many of the jobs seen in another hierarchy have a process there."""
         hierarchy = self._hierarchies[name]
         lively = set()
@@ -170,11 +175,12 @@ class JobTable:
             directory = hierarchy.directory(path)
             if directory is not None and any(_pids(folder) for folder, _, _ in os.walk(directory)):
                 lively.add(key)
-        return len(lively)
+        return _tally(scheduler for scheduler, _ in lively)
 
     def begin(self, telling: str, accounts: Accounts | None) -> None:
         """(Re)start with jobs told apart in `telling`; jobs that are known keep their identity."""
         self._telling = telling
+        self._had_jobs = False
         self._accounts = accounts or _NoAccounts()
         self._by_path.clear()
         self._by_cgroup.clear()
@@ -302,6 +308,7 @@ class JobTable:
         for job, entry in self._entries.items():
             if any(known == cgroup for known, _ in entry.cgroups.values()):
                 entry.changes = -1
+                entry.roles.pop(pid, None)  # a container's runtime becomes its pause process that way
                 if entry.tries < _IDENTITY_TRIES and not self._identities.complete(job.identity):
                     self._identify(job, entry, [pid])
                 return
@@ -422,7 +429,7 @@ class JobTable:
             directory = hierarchy.directory(path)
             for pid in _pids(directory) if directory else ():
                 known = entry.roles.get(pid)
-                # A slurmstepd becomes a user's process by executing it, so only "user" is final.
+                # A slurmstepd becomes a user's process by executing it, so "user" stands until then.
                 roles[pid] = known if known == "user" else self._role(pid, place)
         entry.roles = roles
         job.pids = states.user_pids(roles)
@@ -466,6 +473,12 @@ class JobTable:
         except OSError:
             return "user"
         return states.process_role(place, stat[0] if stat else "", uid)
+
+
+def _tally(schedulers: Iterable[str]) -> Tally:
+    kinds = list(schedulers)
+    units = kinds.count("unit")
+    return Tally(len(kinds) - units, units)
 
 
 def _prefix(path: str, depth: int) -> str:

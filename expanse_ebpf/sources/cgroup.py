@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SLOW_S = 5.0
 LIMITS_S = 20.0
+_LATE_NS = 1_000_000_000  # more than this is no matter of when two figures were read
 _REOPEN_EVERY = 12  # slow turns after which files that were missing are looked for again
 _READ = 16384
 _DESCRIPTORS = 65536
@@ -104,6 +105,8 @@ _GROUPS = (
     ("throttling", "throttled_periods", ("unified", "cpu"), "throttling counters"),
     ("pressure", "cpu_pressure", ("unified",), "pressure figures"),
 )
+# What v2 has only where the controller is on.
+_CONTROLLERS = {"memory": b"memory", "io": b"io", "throttling": b"cpu"}
 _HIERARCHIES = frozenset(name for group in _GROUPS for name in group[2])
 
 
@@ -182,8 +185,10 @@ class _Files:
     """One job's files and figures."""
 
     __slots__ = (
+        "_before_ns",
         "_directories",
         "_figures",
+        "_hooked_ns",
         "_oom",
         "_oom_gone",
         "_open",
@@ -202,6 +207,8 @@ class _Files:
         self._slow: list[Form] = []
         self._figures = JobSample()  # the figures known now, merged into the sample of each tick
         self._rising: dict[str, parse.Rising] = {}
+        self._hooked_ns = 0  # CPU time by the scheduler hook, as long as that is all there is
+        self._before_ns = 0  # and how much of it was before there was a CPU cgroup
         self._oom: dict[str, int] = {}
         self._oom_gone = 0
         self._turns = turns  # slow turns; differs from job to job, so that not all reopen at once
@@ -324,17 +331,41 @@ class _Files:
         for group, known, hierarchies, wanted in _GROUPS:
             if figures.HasField(known):
                 continue
-            own = [name for name in hierarchies if name in self._directories]
+            own = [self._directories[name] for name in hierarchies if name in self._directories]
             if not own:
                 reasons[group] = f"no {hierarchies[-1]} cgroup of its own"
-            elif any(os.path.isdir(self._directories[name]) for name in own):  # noqa: PTH112
-                reasons[group] = f"its cgroup has no {wanted}"
-            else:
+                if group == "pressure":
+                    reasons[group] += ", and v1 has no pressure figures"
+            elif not any(os.path.isdir(directory) for directory in own):  # noqa: PTH112
                 reasons[group] = "its cgroup is gone"
+            elif group == "pressure" and not os.path.exists("/proc/pressure"):  # noqa: PTH110
+                reasons[group] = "the kernel's pressure accounting is off; boot with psi=1"
+            elif group == "io" and "unified" not in self._directories:
+                reasons[group] = "none counted: on v1 many kernels do so for devices with a limit only"
+            elif (controller := _CONTROLLERS.get(group)) and _switched_off(own, controller):
+                reasons[group] = f"the {controller.decode()} controller is not on in its cgroup"
+            else:
+                reasons[group] = f"its cgroup has no {wanted}"
 
     def fill(self, sample: JobSample) -> None:
         """Write the figures and the reasons into `sample`."""
+        hooked = sample.cpu_ns  # the source "cpu" came before; 0 where it does not count
         sample.MergeFrom(self._figures)
+        if not self._figures.HasField("cpu_ns"):
+            self._hooked_ns = hooked
+            return
+        if self._hooked_ns:
+            self._before_ns = max(0, self._hooked_ns - sample.cpu_ns)
+            self._hooked_ns = 0
+        # Systemd on v1 makes a unit's CPU cgroup when some unit beside it needs one, and moves processes
+        # out of cgroups that others made.
+        sample.cpu_ns += self._before_ns
+        if hooked > sample.cpu_ns + _LATE_NS:
+            sample.cpu_ns = hooked
+        if sample.cpu_ns > self._figures.cpu_ns + _LATE_NS:
+            sample.ClearField("cpu_user_ns")
+            sample.ClearField("cpu_system_ns")
+            sample.unavailable["cpu"] = "it was not in its CPU cgroup all the time; the scheduler hook knows"
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -342,6 +373,12 @@ class _Files:
             file = self._open.pop()
             if file.fd >= 0:
                 os.close(file.fd)
+
+
+def _switched_off(directories: Sequence[str], controller: bytes) -> bool:
+    """Whether these are v2 cgroups alone, without the controller."""
+    on = [contents(f"{directory}/cgroup.controllers") for directory in directories]
+    return all(names is not None and controller not in names.split() for names in on)
 
 
 def _given(form: Form, fd: int) -> set[str]:

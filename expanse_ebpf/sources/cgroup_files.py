@@ -146,20 +146,19 @@ _IO_KEYS = {b"rbytes": 0, b"wbytes": 1, b"rios": 2, b"wios": 3}
 def blkio(data: bytes, stacked: Stacked) -> Figures:
     """v1 blkio.throttle files: read, written (bytes or operations), over devices that are not stacked.
 
-    No line of a device says nothing: since 6.10 the kernel counts there only for devices on which some
-    cgroup has a limit.
+    Nothing but zeros says nothing: many kernels (6.1, not yet 5.10) count only what goes to devices on
+    which some cgroup has a limit.
     """
     read = written = 0
-    told = False
     for line in data[: data.rfind(b"\n") + 1].splitlines():
         words = line.split()
         if len(words) != 3 or b":" not in words[0] or stacked(words[0]):
             continue
-        told = True
         if words[1] == b"Read":
             read += number(words[2]) or 0
         elif words[1] == b"Write":
             written += number(words[2]) or 0
+    told = read or written
     return (read if told and read < _TOP else None), (written if told and written < _TOP else None)
 
 

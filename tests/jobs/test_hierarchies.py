@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.jobs.hierarchies import (
     Hierarchy,
+    Tally,
     choose,
     mode,
     mounted,
@@ -134,7 +135,7 @@ def test_nothing_mounted_is_said_with_the_remedy(tmp_path: Path):
         mounted(str(tmp_path))
     (tmp_path / "self").mkdir()
     (tmp_path / "self/mountinfo").write_text("23 1 0:21 / / rw,relatime - ext4 /dev/vda rw\n")
-    for call in (lambda: mounted(str(tmp_path)), lambda: mode([]), lambda: choose({"unified": 1}, [])):
+    for call in (lambda: mounted(str(tmp_path)), lambda: mode([]), lambda: choose({}, [])):
         with pytest.raises(UnavailableError, match="mount -t cgroup2"):
             call()
 
@@ -155,19 +156,30 @@ def test_mode(names, expected):
 @pytest.mark.parametrize(
     ("jobs", "names", "expected"),
     [
-        ({"freezer": 3, "unified": 0}, ("memory", "unified", "freezer"), "freezer"),
-        ({"freezer": 3, "unified": 3, "memory": 3}, ("memory", "freezer", "unified"), "unified"),
-        ({"freezer": 2, "cpuset": 2, "memory": 2}, ("memory", "cpuset", "freezer", "unified"), "freezer"),
-        ({"cpuset": 2, "memory": 2}, ("memory", "cpuset", "unified"), "cpuset"),
-        ({"pids": 1, "devices": 1}, ("pids", "devices", "unified"), "devices"),
-        ({"perf_event": 1, "blkio": 1}, ("perf_event", "blkio"), "blkio"),
+        ({"freezer": (3, 0), "unified": (0, 0)}, ("memory", "unified", "freezer"), "freezer"),
+        (
+            {"freezer": (3, 0), "unified": (3, 0), "memory": (3, 0)},
+            ("memory", "freezer", "unified"),
+            "unified",
+        ),
+        (
+            {"freezer": (2, 0), "cpuset": (2, 0), "memory": (2, 0)},
+            ("memory", "cpuset", "freezer", "unified"),
+            "freezer",
+        ),
+        ({"cpuset": (2, 0), "memory": (2, 0)}, ("memory", "cpuset", "unified"), "cpuset"),
+        ({"pids": (1, 0), "devices": (1, 0)}, ("pids", "devices", "unified"), "devices"),
+        ({"perf_event": (1, 0), "blkio": (1, 0)}, ("perf_event", "blkio"), "blkio"),
         ({}, ("memory", "unified"), "unified"),
         ({}, ("memory", "cpuacct"), "memory"),
         # BPF cannot follow a task into a hierarchy without a controller
-        ({"name=systemd": 9, "memory": 1}, ("name=systemd", "memory", "unified"), "memory"),
+        ({"name=systemd": (9, 0), "memory": (1, 0)}, ("name=systemd", "memory", "unified"), "memory"),
+        # systemd's units lie in memory and pids, a job of SLURM's proctrack/cgroup in freezer alone
+        ({"freezer": (1, 0), "memory": (0, 9), "pids": (0, 9)}, ("memory", "pids", "freezer"), "freezer"),
+        ({"freezer": (2, 0), "memory": (2, 9)}, ("memory", "freezer"), "memory"),
         # a hierarchy that is not mounted cannot be taken
-        ({"cpuset": 9}, ("memory", "unified"), "unified"),
+        ({"cpuset": (9, 0)}, ("memory", "unified"), "unified"),
     ],
 )
 def test_choose(jobs, names, expected):
-    assert choose(jobs, named(*names)) == expected
+    assert choose({name: Tally(*count) for name, count in jobs.items()}, named(*names)) == expected

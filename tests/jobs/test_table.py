@@ -391,6 +391,57 @@ def test_jobs_that_show_up_in_another_hierarchy_alone_change_the_choice(tmp_path
     assert node.table.better_hierarchy() is None
 
 
+def test_systemds_units_do_not_hide_a_job_and_do_not_take_the_choice_back(tmp_path: Path) -> None:
+    node = Node(tmp_path, ("memory", "freezer"))
+    for number in range(3):
+        node.lay(f"/system.slice/web-{number}.service", (700 + number,), hierarchy="memory")
+    assert node.table.survey() == "memory"
+    node.begin()
+    job = "/slurm_n1/uid_0/job_1"
+    node.made(job, hierarchy="freezer")
+    node.lay(job, (600,), hierarchy="freezer")
+    answers = []
+    for _ in range(3):
+        node.table.update()
+        answers.append(node.table.better_hierarchy())
+    assert answers == [None, None, "freezer"]
+    node.telling = "freezer"
+    node.begin()
+    node.process(600, job)
+    assert node.tick() == {"slurm/1": JOB_STATE_RUNNING}
+    assert node.table.better_hierarchy() is None
+    node.removed(job)
+    node.tick()
+    assert [node.table.better_hierarchy() for _ in range(40)] == [None] * 40
+
+
+def test_units_change_the_choice_where_no_job_has_been_seen(tmp_path: Path) -> None:
+    node = Node(tmp_path, ("freezer", "memory"))
+    node.begin()
+    unit = "/system.slice/web.service"
+    node.made(unit, hierarchy="memory")
+    node.lay(unit, (700,), hierarchy="memory")
+    node.table.update()
+    assert [node.table.better_hierarchy() for _ in range(3)] == [None, None, "memory"]
+
+
+def test_a_process_that_becomes_the_pause_program_is_not_the_users_any_more(node: Node) -> None:
+    node.begin()
+    pod = "/kubepods/pod11111111-2222-3333-4444-555555555555"
+    job = node.made(pod, slot=2)
+    assert job is not None
+    cgroup = node.lay(f"{pod}/{'a1' * 32}", (500,)).stat().st_ino
+    node.made(f"{pod}/{'a1' * 32}")
+    node.process(500, f"{pod}/{'a1' * 32}", comm="runc:[2:INIT]")
+    node.lay(f"{pod}/{'a1' * 32}", (500,))
+    node.tick()
+    assert job.pids == {500}
+    node.process(500, f"{pod}/{'a1' * 32}", comm="pause")
+    node.table.executed(cgroup, 500)
+    node.tick()
+    assert job.pids == frozenset()
+
+
 def test_a_job_knows_its_directories_in_all_hierarchies_in_any_order(tmp_path: Path) -> None:
     node = Node(tmp_path, ("unified", "memory", "cpuacct"))
     node.begin()

@@ -105,8 +105,52 @@ def test_memory_that_was_touched(groups: Groups, source: CgroupSource) -> None:
         "cpu": "no cpuacct cgroup of its own",
         "io": "no blkio cgroup of its own",
         "throttling": "no cpu cgroup of its own",
-        "pressure": "no unified cgroup of its own",
+        "pressure": "no unified cgroup of its own, and v1 has no pressure figures",
     }
+
+
+def test_a_cpu_cgroup_that_a_job_was_not_in_all_the_time(tmp_path: Path, source: CgroupSource) -> None:
+    job, usage, stat = job_in({}), tmp_path / "cpuacct.usage", tmp_path / "cpuacct.stat"
+
+    def sample_with(hooked_s: float, in_cgroup_s: float | None = None) -> JobSample:
+        if in_cgroup_s is not None:
+            job.directories = {"cpuacct": str(tmp_path)}
+            usage.write_text(f"{in_cgroup_s * 1e9:.0f}\n")
+            stat.write_text(f"user {in_cgroup_s * 100:.0f}\nsystem 0\n")
+        sample = JobSample(cpu_ns=int(hooked_s * 1e9))
+        source.sample(time.monotonic(), [(job, sample)], Report())
+        return sample
+
+    assert sample_with(5).cpu_ns == 5_000_000_000
+    # Made for it later: what was before is known from the hook.
+    made = sample_with(5.25, 0.25)
+    assert made.cpu_ns == 5_000_000_000
+    assert not made.HasField("cpu_user_ns")
+    assert "hook" in made.unavailable["cpu"]
+    assert sample_with(6.25, 1.25).cpu_ns == 6_000_000_000
+    # It is moved out again, and goes on.
+    assert sample_with(8.5, 1.25).cpu_ns == 8_500_000_000
+
+
+def test_a_cpu_cgroup_of_the_jobs_own_knows_best(tmp_path: Path, source: CgroupSource) -> None:
+    (tmp_path / "cpuacct.usage").write_text("7000000000\n")
+    (tmp_path / "cpuacct.stat").write_text("user 600\nsystem 100\n")
+    job = job_in({"cpuacct": tmp_path})
+    for hooked_ns in (0, 3_000_000_000, 7_900_000_000):  # an agent younger than the job; times of reading
+        sample = JobSample(cpu_ns=hooked_ns)
+        source.sample(time.monotonic(), [(job, sample)], Report())
+        assert (sample.cpu_ns, sample.cpu_user_ns) == (7_000_000_000, 6_000_000_000)
+        assert "cpu" not in sample.unavailable
+
+
+def test_what_is_switched_off_is_named(tmp_path: Path, source: CgroupSource) -> None:
+    (tmp_path / "cpu.stat").write_text("usage_usec 5\nuser_usec 3\nsystem_usec 2\n")
+    (tmp_path / "cgroup.controllers").write_text("cpu pids\n")
+    (sample,) = sampled(source, job_in({"unified": tmp_path}))
+    assert sample.unavailable["memory"] == "the memory controller is not on in its cgroup"
+    assert sample.unavailable["io"] == "the io controller is not on in its cgroup"
+    assert sample.unavailable["throttling"] == "its cgroup has no throttling counters"
+    assert not sample.HasField("memory_bytes")
 
 
 def test_limits_set_above_the_job(groups: Groups, source: CgroupSource) -> None:
@@ -148,7 +192,7 @@ def test_io_of_a_job(groups: Groups, source: CgroupSource, tmp_path: Path) -> No
     job = job_in({"blkio": directory})
     (sample,) = sampled(source, job)
     assert not sample.HasField("io_write_bytes")  # "Total 0" is no word about any device
-    assert sample.unavailable["io"] == "its cgroup has no I/O counters"
+    assert "devices with a limit only" in sample.unavailable["io"]
     # A limit that limits nothing makes the kernel count.
     limit = directory / "blkio.throttle.write_bps_device"
     limit.write_text(f"{os.major(device)}:{os.minor(device)} {1 << 50}")

@@ -116,6 +116,9 @@ def test_io_counts_devices_once() -> None:
     assert parse.blkio(BLKIO, nothing_stacked) == (4101, 8198)
     assert parse.blkio(BLKIO, lambda device: device == b"253:0") == (4096, 8192)
     assert parse.blkio(b"Total 0\n", nothing_stacked) == (None, None)
+    zeros = b"8:0 Read 0\n8:0 Write 0\n8:0 Total 0\nTotal 0\n"
+    assert parse.blkio(zeros, nothing_stacked) == (None, None)
+    assert parse.blkio(zeros.replace(b"Write 0", b"Write 9"), nothing_stacked) == (0, 9)
 
 
 @given(

@@ -1,0 +1,158 @@
+"""A real SLURM under systemd: a batch job with a step and an array job, and what the agent says of them.
+
+`cgroup_modes_slurm.py v1|v2` leaves in /out what cgroup_modes.py does, and SLURM's logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from cgroup_modes import (
+    EXPANSE,
+    FOLDER,
+    MODE,
+    OUT,
+    SETTLED_S,
+    WORK,
+    Jobs,
+    Reports,
+    as_user,
+    said,
+    start_agent,
+    until,
+)
+
+ETC = Path("/etc/slurm")
+ADDRESS = "192.0.2.10"
+CONFIGURATION = f"""\
+ClusterName=guest
+SlurmctldHost=guest({ADDRESS})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+JobAcctGatherType=jobacct_gather/cgroup
+AccountingStorageType=accounting_storage/none
+PrologFlags=Contain
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmdSpoolDir=/var/spool/slurmd
+StateSaveLocation=/var/spool/slurmctld
+SlurmctldLogFile={OUT}/slurmctld.log
+SlurmdLogFile={OUT}/slurmd.log
+SlurmdTimeout=0
+InactiveLimit=0
+NodeName=guest NodeAddr={ADDRESS} CPUs=3 RealMemory=900 State=UNKNOWN
+PartitionName=gpu Nodes=guest Default=YES State=UP
+"""
+CGROUPS = f"""\
+CgroupPlugin=cgroup/{MODE}
+CgroupMountpoint=/sys/fs/cgroup
+ConstrainRAMSpace=yes
+ConstrainCores=yes
+"""
+
+
+def start_slurm() -> None:
+    """What the packages' scripts would have done, then the daemons."""
+    subprocess.run(["ip", "address", "add", f"{ADDRESS}/32", "dev", "lo"], check=True)
+    Path("/etc/hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS} guest\n")
+    for folder in (
+        ETC,
+        Path("/var/spool/slurmd"),
+        Path("/var/spool/slurmctld"),
+        Path("/run/munge"),
+        Path("/run/key"),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+    Path("/run/munge").chmod(0o755)
+    Path("/run/key").chmod(0o700)
+    key = Path("/run/key/munge.key")
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    (ETC / "slurm.conf").write_text(CONFIGURATION)
+    (ETC / "cgroup.conf").write_text(CGROUPS)
+    places = [f"--{name}-file=/run/key/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    subprocess.run(["munged", "--force", "--socket=/run/munge/munge.socket.2", *places], check=True)
+    for program in ("slurmctld", "slurmd", "slurmstepd"):
+        Path(f"/usr/sbin/{program}").symlink_to(f"{program}-wlm")
+    for daemon in ("slurmctld", "slurmd"):
+        command = [
+            "systemd-run",
+            "-q",
+            f"--unit={daemon}-here",
+            "-p",
+            "Delegate=yes",
+            f"/usr/sbin/{daemon}",
+            "-D",
+        ]
+        subprocess.run(command, check=True)
+    until("the node", lambda: said("sinfo", "-h", "-o", "%T")["out"].strip() == "idle")
+
+
+def submit(*options: str, command: str) -> int:
+    """Have the user submit a job; its id."""
+    batch = [*as_user(), "sbatch", "--parsable", "--chdir=/tmp", "--ntasks=1", "--mem=150", *options]
+    done = subprocess.run([*batch, f"--wrap={command}"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"sbatch: {done.stderr}")
+    return int(done.stdout)
+
+
+def main() -> None:
+    seen: dict[str, Any] = {}
+    start_agent()
+    reports = Reports()
+    reports.next()
+    jobs = Jobs()
+    start_slurm()
+    work = " ".join(WORK)
+    names = ("step", "array-1", "array-2")
+    for name in names:
+        os.mkfifo(FOLDER / name)
+        (FOLDER / name).chmod(0o666)
+    batch = submit("--job-name=train", command=f"srun --mem=0 {work} step cpu=0.8 memory=21 switches=200")
+    array = submit(
+        "--job-name=sweep", "--array=1-2",
+        command=f"exec {work} array-$SLURM_ARRAY_TASK_ID cpu=0.$((SLURM_ARRAY_TASK_ID * 4)) "
+        "memory=$((SLURM_ARRAY_TASK_ID + 22))",
+    )  # fmt: skip
+    try:
+        for name in names:
+            until(f"work {name}", (FOLDER / f"{name}.json").exists)
+    except SystemExit:
+        for command in (("squeue",), ("scontrol", "show", "job"), ("tail", "-n30", f"{OUT}/slurmd.log")):
+            print(said(*command)["out"])
+        raise
+    queue = said("squeue", "-h", "-r", "-o", "%A|%i|%u|%P|%j|%T")["out"].split()
+    seen["queue"] = [line.split("|") for line in queue]
+    raw = {line[1]: line[0] for line in seen["queue"]}
+    ids = {"step": str(batch), "array-1": raw[f"{array}_1"], "array-2": raw[f"{array}_2"]}
+    seen["ids"] = ids
+    for name, number in ids.items():
+        jobs.own[name] = f"job_{number}"
+    time.sleep(SETTLED_S)
+    seen["before"] = {name: jobs.truth(name) for name in names}
+    seen["settled"] = reports.next().sequence
+    seen["after"] = {name: jobs.truth(name) for name in names}
+    seen["top"] = said(EXPANSE, "top", "--once", "--json")
+    for name in names:
+        jobs.go_on(name)
+    until("the jobs' end", lambda: not any(key.startswith("slurm/") for key in reports.job_keys()))
+    reports.close()
+    (OUT / "seen.json").write_text(json.dumps(seen))
+    subprocess.run(["systemctl", "stop", "expanse-agent", "slurmd-here", "slurmctld-here"], check=True)
+
+
+if __name__ == "__main__":
+    main()
