@@ -58,10 +58,14 @@ def _model(architecture: str, accelerator: str, icount: bool) -> list[str]:
     if architecture == "arm64":
         program, machine, cpu = "qemu-system-aarch64", "virt,gic-version=3", "max,pauth-impdef=on"
     else:
-        program, machine, cpu = "qemu-system-x86_64", "q35", "max" if accelerator == "tcg" else "host"
+        program, machine, cpu = "qemu-system-x86_64", "q35", "host" if accelerator == "kvm" else "max"
     found = shutil.which(program)
     if found is None:
         raise GuestError(f"{program} is not installed")
+    if architecture == "amd64" and accelerator == "tcg":
+        # x86 kernels patch their own code while other CPUs run it (static keys). An emulator with a thread
+        # for each CPU sometimes gets that wrong, and the guest dies of a breakpoint that is no longer there.
+        accelerator = "tcg,thread=single"
     options = [found, "-machine", machine, "-cpu", cpu, "-accel", accelerator]
     # An idle guest's clock goes straight to the next timer, so that it depends on nothing of the host.
     return options + (["-icount", "shift=0,sleep=off"] if icount else [])
