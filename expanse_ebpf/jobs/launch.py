@@ -135,7 +135,9 @@ def _claim(path: str) -> int:
             os.close(descriptor)
         except BlockingIOError:
             os.close(descriptor)
-            raise taken from None
+            if pids_of([path]):
+                raise taken from None
+            time.sleep(0.01)  # somebody sweeps (see clear), or begins a job of this name
         except NameTakenError:
             os.close(descriptor)
             raise

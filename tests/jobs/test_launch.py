@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +129,22 @@ def test_a_sweep_takes_what_is_neither_locked_nor_lived_in(
         return not everywhere(f"expanse-run-{name}")
 
     eventually(swept)
+
+
+def test_a_name_is_not_taken_by_somebody_who_sweeps(name: str) -> None:
+    """Two runs that start at once, and the agent, look into each other's cgroups for a moment."""
+    directory = Path("/sys/fs/cgroup/unified", f"expanse-run-{name}")
+    directory.mkdir()
+    descriptor = os.open(directory, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    sweeper = threading.Timer(0.1, os.close, [descriptor])
+    sweeper.start()
+    try:
+        cgroups = launch.for_root(name)
+    finally:
+        sweeper.join()
+    assert str(directory) in cgroups.directories
+    cgroups.discard()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
