@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import resource
 import signal
 import sys
 import time
@@ -173,6 +174,17 @@ def _start(place: Place, cmd: tuple[str, ...], own_group: bool, mask: Iterable[i
     return pid
 
 
+def _switch_away() -> None:
+    """Leave the CPU for a moment.
+
+    The scheduler hook sees the new cgroup at the next switch: what runs until then counts as the former
+    job's. A sleep that is over before the CPU could be given away is no switch.
+    """
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    while resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw == before:
+        time.sleep(1e-4)
+
+
 def _become(
     place: Place, cmd: tuple[str, ...], own_group: bool, mask: Iterable[int], writer: int
 ) -> NoReturn:
@@ -187,9 +199,7 @@ def _become(
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         place.join()
-        # The scheduler hook sees the new cgroup at the next switch: what ran until then would count as the
-        # former job's.
-        time.sleep(1e-6)
+        _switch_away()
         os.write(writer, os.fsencode(place.directories[0]) + b"\0")
         os.execvp(cmd[0], cmd)
     except ExpanseError as error:

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 SLOW_S = 5.0
 LIMITS_S = 20.0
-_LATE_NS = 1_000_000_000  # more than this is no matter of when two figures were read
+# By how much the scheduler hook may differ from a CPU cgroup that had the job all the time: by when the two
+# are read, and in proportion, by what each counts of a switch.
+_LATE_NS, _LATE_PART = 1_000_000_000, 32
 _REOPEN_EVERY = 12  # slow turns after which files that were missing are looked for again
 _READ = 16384
 _DESCRIPTORS = 65536
@@ -189,6 +191,7 @@ class _Files:
         "_directories",
         "_figures",
         "_hooked_ns",
+        "_left",
         "_oom",
         "_oom_gone",
         "_open",
@@ -209,6 +212,7 @@ class _Files:
         self._rising: dict[str, parse.Rising] = {}
         self._hooked_ns = 0  # CPU time by the scheduler hook, as long as that is all there is
         self._before_ns = 0  # and how much of it was before there was a CPU cgroup
+        self._left = False  # found to have run elsewhere than in its CPU cgroup; for good
         self._oom: dict[str, int] = {}
         self._oom_gone = 0
         self._turns = turns  # slow turns; differs from job to job, so that not all reopen at once
@@ -360,9 +364,11 @@ class _Files:
         # Systemd on v1 makes a unit's CPU cgroup when some unit beside it needs one, and moves processes
         # out of cgroups that others made.
         sample.cpu_ns += self._before_ns
-        if hooked > sample.cpu_ns + _LATE_NS:
-            sample.cpu_ns = hooked
-        if sample.cpu_ns > self._figures.cpu_ns + _LATE_NS:
+        if "unified" not in self._directories:
+            self._left |= hooked > sample.cpu_ns + _LATE_NS + sample.cpu_ns // _LATE_PART
+        if self._left:
+            sample.cpu_ns = max(sample.cpu_ns, hooked)
+        if self._left or self._before_ns > _LATE_NS:
             sample.ClearField("cpu_user_ns")
             sample.ClearField("cpu_system_ns")
             sample.unavailable["cpu"] = "it was not in its CPU cgroup all the time; the scheduler hook knows"

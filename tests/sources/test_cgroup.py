@@ -130,6 +130,25 @@ def test_a_cpu_cgroup_that_a_job_was_not_in_all_the_time(tmp_path: Path, source:
     assert sample_with(6.25, 1.25).cpu_ns == 6_000_000_000
     # It is moved out again, and goes on.
     assert sample_with(8.5, 1.25).cpu_ns == 8_500_000_000
+    # That is for good: its time goes on from there, whichever account is ahead.
+    assert sample_with(8.6, 1.4).cpu_ns == 8_600_000_000
+    assert sample_with(8.7, 3.2).cpu_ns == 8_700_000_000
+    assert sample_with(9.0, 6.0).cpu_ns == 10_750_000_000
+
+
+@pytest.mark.parametrize("hierarchy", ["cpuacct", "unified"])
+def test_two_accounts_of_a_long_job_drift_apart(tmp_path: Path, source: CgroupSource, hierarchy: str) -> None:
+    job = job_in({hierarchy: tmp_path})
+    for counted_s, hooked_s in ((6000.1, 6001.101), (6000.2, 6001.199), (6000.3, 6001.302)):
+        (tmp_path / "cpuacct.usage").write_text(f"{counted_s * 1e9:.0f}\n")
+        (tmp_path / "cpuacct.stat").write_text(f"user {counted_s * 100:.0f}\nsystem 0\n")
+        usec = f"{counted_s * 1e6:.0f}"
+        (tmp_path / "cpu.stat").write_text(f"usage_usec {usec}\nuser_usec {usec}\nsystem_usec 0\n")
+        sample = JobSample(cpu_ns=int(hooked_s * 1e9))
+        source.sample(time.monotonic(), [(job, sample)], Report())
+        assert sample.cpu_ns == round(counted_s * 1e9)
+        assert sample.HasField("cpu_user_ns")
+        assert "cpu" not in sample.unavailable
 
 
 def test_a_cpu_cgroup_of_the_jobs_own_knows_best(tmp_path: Path, source: CgroupSource) -> None:

@@ -19,11 +19,15 @@ TICK_S = 0.02
 
 
 def tick(watched: Watched, cpu: dict[str, int]) -> dict[str, Any]:
-    """One report, and the CPU's own count just before and after a flush."""
+    """One report, and the CPU's own count just before a flush and just after its result is read.
+
+    In between the jobs may take the CPU, and what they do is charged at once.
+    """
     before = {name: value(fd) for name, fd in cpu.items()}
     watched.accounting.flush()
+    charged = watched.all_rows()
     after = {name: value(fd) for name, fd in cpu.items()}
-    charged, rows = watched.all_rows(), watched.rows()
+    rows = watched.rows()
     return {
         "before": before,
         "after": after,

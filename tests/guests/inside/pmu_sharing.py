@@ -40,11 +40,11 @@ class Phases:
         self.own = {name: self.watched.source._events.descriptors[name, 0] for name in EVENTS}
 
     def tick(self, *, shown: bool = True) -> dict[str, Any]:
-        """One report; and the product's own descriptors, read just before and after a flush."""
+        """One report; and the product's own descriptors, before a flush and when its result was read."""
         before = {name: perf.read_counter(fd) for name, fd in self.own.items()}
         self.watched.accounting.flush()
-        after = {name: perf.read_counter(fd) for name, fd in self.own.items()}
         charged = self.watched.all_rows()
+        after = {name: perf.read_counter(fd) for name, fd in self.own.items()}
         report = self.watched.report()
         return {
             "before": before,
