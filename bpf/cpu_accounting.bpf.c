@@ -415,6 +415,9 @@ int BPF_PROG(on_hotplug, unsigned int cpu, int reached, int step, int error)
 		state->rq = (u64)rq_here((struct task_struct *)bpf_get_current_task());
 		state->events_lost++;
 	}
+	__sync_fetch_and_add(count, 1);
+	if (!state->rq)
+		return 0; /* it has never got as far as running anything */
 	read_rq((struct rq *)state->rq, &now);
 	if (dead) {
 		if (state->idle_since)
@@ -425,7 +428,6 @@ int BPF_PROG(on_hotplug, unsigned int cpu, int reached, int step, int error)
 	} else if (!state->started) {
 		charge(state, &now, cpu, false, false);
 	}
-	__sync_fetch_and_add(count, 1);
 	return 0;
 }
 

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from expanse_ebpf.config import split_address
-from expanse_ebpf.errors import ConfigError
+from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.export.metrics import JOB_METRICS, METRICS, NODE_METRICS, Metric
 from expanse_ebpf.wire.collector_pb2 import Report
 
@@ -164,7 +164,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 def serve(address: str, *collectors: Collector, where: str = "agent.metrics_listen") -> int:
     """Serve the collectors' page on HOST:PORT from a daemon thread; returns the port (port 0: any).
 
-    Raises ConfigError that begins with `where` when the address cannot be listened on.
+    Raises ConfigError for what is no address and UnavailableError when it cannot be listened on, which may
+    change: its interface may not be up yet. Both begin with `where`.
     """
     host, port = split_address(address, where)
     registry = CollectorRegistry()
@@ -176,7 +177,7 @@ def serve(address: str, *collectors: Collector, where: str = "agent.metrics_list
         )[0]
         server = _Server(family, (str(target[0]), port))
     except OSError as error:
-        raise ConfigError(
+        raise UnavailableError(
             f"{where}: cannot listen on {address}: {error.strerror}; give another address or port"
         ) from None
     server.set_app(make_wsgi_app(registry))

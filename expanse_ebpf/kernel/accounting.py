@@ -65,8 +65,8 @@ class Accounting:
         """Counter number `counter` of `cpu` is read from perf event `fd` from now on."""
         self._object.maps["events"].update(_U32.pack(counter * self._cpus + cpu), _U32.pack(fd))
 
-    def end_events(self, cpu: int, last: Mapping[int, Reading]) -> None:
-        """The perf events of `cpu` have died; `last` is what each counter stood at.
+    def end_events(self, cpu: int, last: Mapping[int, Reading | None]) -> None:
+        """The perf events of `cpu` have died; `last`: what each counter stood at, None where that is unknown.
 
         Books what was not charged yet. Those that are set next are taken to have begun at 0.
         """
@@ -78,9 +78,10 @@ class Accounting:
         rest = [0] * len(self._lifecycle.row(slot))
         for i, reading in last.items():
             place = cpu * _STATE_SIZE + _COUNTERS_OFFSET + i * _COUNTER.size
-            charged = _COUNTER.unpack_from(self._states, place)
-            at = COUNTERS + 3 * i
-            rest[at : at + 3] = [max(0, now - then) for now, then in zip(reading, charged, strict=True)]
+            if reading is not None:
+                charged = _COUNTER.unpack_from(self._states, place)
+                at = COUNTERS + 3 * i
+                rest[at : at + 3] = [max(0, now - then) for now, then in zip(reading, charged, strict=True)]
             _COUNTER.pack_into(self._states, place, 0, 0, 0)
         self._lifecycle.slots.carry(slot, rest)
 

@@ -211,7 +211,7 @@ class _Files:
         self._figures = JobSample()  # the figures known now, merged into the sample of each tick
         self._rising: dict[str, parse.Rising] = {}
         self._hooked_ns = 0  # CPU time by the scheduler hook, as long as that is all there is
-        self._before_ns = 0  # and how much of it was before there was a CPU cgroup
+        self._before_ns = 0  # and how much of it was spent outside of its CPU cgroup
         self._left = False  # found to have run elsewhere than in its CPU cgroup; for good
         self._oom: dict[str, int] = {}
         self._oom_gone = 0
@@ -344,7 +344,7 @@ class _Files:
                 reasons[group] = "its cgroup is gone"
             elif group == "pressure" and not os.path.exists("/proc/pressure"):  # noqa: PTH110
                 reasons[group] = "the kernel's pressure accounting is off; boot with psi=1"
-            elif group == "io" and "unified" not in self._directories:
+            elif group == "io" and "blkio" in self._directories:
                 reasons[group] = "none counted: on v1 many kernels do so for devices with a limit only"
             elif (controller := _CONTROLLERS.get(group)) and _switched_off(own, controller):
                 reasons[group] = f"the {controller.decode()} controller is not on in its cgroup"
@@ -356,18 +356,20 @@ class _Files:
         hooked = sample.cpu_ns  # the source "cpu" came before; 0 where it does not count
         sample.MergeFrom(self._figures)
         if not self._figures.HasField("cpu_ns"):
-            self._hooked_ns = hooked
+            self._hooked_ns = hooked or self._hooked_ns
             return
         if self._hooked_ns:
             self._before_ns = max(0, self._hooked_ns - sample.cpu_ns)
             self._hooked_ns = 0
         # Systemd on v1 makes a unit's CPU cgroup when some unit beside it needs one, and moves processes
-        # out of cgroups that others made.
+        # out of cgroups that others made. What a job has used elsewhere is only ever added to.
         sample.cpu_ns += self._before_ns
+        ahead = hooked - sample.cpu_ns
         if "unified" not in self._directories:
-            self._left |= hooked > sample.cpu_ns + _LATE_NS + sample.cpu_ns // _LATE_PART
-        if self._left:
-            sample.cpu_ns = max(sample.cpu_ns, hooked)
+            self._left |= ahead > _LATE_NS + sample.cpu_ns // _LATE_PART
+        if self._left and ahead > 0:
+            self._before_ns += ahead
+            sample.cpu_ns = hooked
         if self._left or self._before_ns > _LATE_NS:
             sample.ClearField("cpu_user_ns")
             sample.ClearField("cpu_system_ns")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from expanse_ebpf.config import COUNTERS
@@ -180,14 +181,15 @@ class CpuSource:
     def _renew_events(self, accounting: Accounting, events: perf.OpenCounters) -> list[int]:
         lost, online = accounting.events_lost(), cpus.online()
         dead = {cpu for cpu, (a, b) in enumerate(zip(self._events_lost, lost, strict=True)) if a != b}
-        self._events_lost = lost
         for cpu in dead | (set(accounting.online) - set(online)):
-            last = {
-                i: perf.read_counter(events.descriptors[spec.name, cpu])
-                for i, spec in enumerate(self._specs)
-                if (spec.name, cpu) in events.descriptors
-            }
+            last: dict[int, perf.Reading | None] = {}
+            for i, spec in enumerate(self._specs):
+                if (spec.name, cpu) in events.descriptors:
+                    last[i] = None
+                    with suppress(OSError):
+                        last[i] = perf.read_counter(events.descriptors[spec.name, cpu])
             accounting.end_events(cpu, last)
+        self._events_lost = lost
         if online != accounting.online:
             accounting.online = online
             self.jobs_changed()  # where they may run has changed with it

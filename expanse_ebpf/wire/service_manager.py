@@ -25,7 +25,8 @@ class ServiceManager:
         self._status = ""
         watchdog_us = environment.pop("WATCHDOG_USEC", "")
         meant = environment.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        wanted = meant and watchdog_us.isascii() and watchdog_us.isdigit() and int(watchdog_us) > 0
+        number = watchdog_us.isascii() and watchdog_us.isdigit() and len(watchdog_us) < 20
+        wanted = meant and number and int(watchdog_us) > 0
         # A third of what is allowed, so that one sign may be lost.
         self._sign_every_s = int(watchdog_us) / 3e6 if wanted else math.inf
         self._sign_due = -math.inf if wanted else math.inf

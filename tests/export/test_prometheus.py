@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from expanse_ebpf.errors import ConfigError
+from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.export.metrics import JOB, METRICS
 from expanse_ebpf.export.prometheus import LABEL_LIMIT, ReportCollector, clean, serve
 from expanse_ebpf.wire.collector_pb2 import (
@@ -437,13 +437,21 @@ def test_a_port_that_is_taken_is_one_line_with_the_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(
-            ConfigError, match=re.escape(f"agent.metrics_listen: cannot listen on {address}: ")
+            UnavailableError, match=re.escape(f"agent.metrics_listen: cannot listen on {address}: ")
         ) as e:
             serve(address)
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", "203.0.113.7:0", "host.invalid:1"])
-def test_addresses_that_cannot_be(address: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [
+        ("nowhere", ConfigError),
+        ("127.0.0.1:99999", ConfigError),
+        ("203.0.113.7:0", UnavailableError),  # not this machine's, or not yet
+        ("host.invalid:1", UnavailableError),
+    ],
+)
+def test_addresses_that_cannot_be(address: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
         serve(address)

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("slow")
-            item.add_marker(pytest.mark.timeout(900))  # the guest's own limit comes first
+            item.add_marker(pytest.mark.timeout(1800))  # the guest's own limit comes first
 
 
 class Node:
@@ -74,15 +74,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return image.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="session")
-def accelerator(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> str:
+def choose_accelerator(wheel: Path, folder: Path) -> str:
     """Emulation ("tcg"), or "kvm" where GUESTS_KVM=1 asks for it and a guest shows that it works here.
 
     Nested virtualisation that is there and yet faults on some instructions is common, hence the trial.
     """
     if os.environ.get("GUESTS_KVM") != "1":
         return "tcg"
-    folder = tmp_path_factory.mktemp("kvm")
     trial = ["python3", "-c", "import grpc; print(sum(number * 0.5 for number in range(10**7)))"]
     payload = image.payload(wheel, [], trial, folder)
     kernel, root = image.kernel("6.1", "amd64"), image.root("amd64")
@@ -93,6 +91,11 @@ def accelerator(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> str:
         print(f"guests: KVM failed its trial, so they are emulated: {error}", file=sys.stderr)
         return "tcg"
     return "kvm"
+
+
+@pytest.fixture(scope="session")
+def accelerator(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> str:
+    return choose_accelerator(wheel, tmp_path_factory.mktemp("kvm"))
 
 
 @pytest.fixture

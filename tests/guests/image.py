@@ -49,17 +49,10 @@ INSTALLED = "opt/expanse-ebpf"  # where the units of deploy/systemd expect it
 _UNUSED_S = 30 * 86400  # what no run has used for so long is thrown away
 
 
-class Machine(NamedTuple):
-    """The names of one architecture: ours (as Debian has it), Linux's and pip's."""
-
-    debian: str
-    linux: str
-    platforms: tuple[str, ...]
-
-
-MACHINES = {
-    "amd64": Machine("amd64", "x86_64", ("manylinux_2_28_x86_64", "manylinux2014_x86_64")),
-    "arm64": Machine("arm64", "aarch64", ("manylinux_2_28_aarch64", "manylinux2014_aarch64")),
+# Debian's name of an architecture to what pip calls its wheels.
+PLATFORMS = {
+    "amd64": ("manylinux_2_28_x86_64", "manylinux2014_x86_64"),
+    "arm64": ("manylinux_2_28_aarch64", "manylinux2014_aarch64"),
 }
 
 
@@ -75,7 +68,8 @@ class Kernel(NamedTuple):
 
 
 @contextlib.contextmanager
-def _locked() -> Generator[None, None, None]:
+def locked() -> Generator[None, None, None]:
+    """Have the cache to oneself."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,12 +84,15 @@ def _kept(kind: str, parts: Sequence[object], make: Callable[[Path], None]) -> P
     """The folder in the cache that `make` fills, made anew when `parts` or this file have changed."""
     folder = CACHE / kind
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / _digest(Path(__file__).read_bytes(), (HERE / "first_stage.sh").read_bytes(), *parts)
+    recipe = [(HERE / name).read_text() for name in ("image.py", "packages.py", "first_stage.sh")]
+    kept = folder / _digest(*recipe, sys.version_info[:2], *parts)
     if not kept.exists():
         print(f"guests: making {kind} {kept.name}", file=sys.stderr, flush=True)
-        making = folder / ".making"  # one at a time: the cache is locked
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir()
+        for unfinished in folder.glob(".making-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        # A name of its own: what a run that was killed has started may still write into the last one.
+        making = Path(tempfile.mkdtemp(dir=folder, prefix=".making-"))
+        making.chmod(0o755)
         make(making)
         making.rename(kept)
     os.utime(kept)
@@ -104,7 +101,7 @@ def _kept(kind: str, parts: Sequence[object], make: Callable[[Path], None]) -> P
 
 def prune(unused_s: float = _UNUSED_S) -> None:
     """Throw away what no run has used for a long time."""
-    with _locked():
+    with locked():
         for kind in ("kernel", "root"):
             for kept in (CACHE / kind).glob("*"):
                 if time.time() - kept.stat().st_mtime > unused_s:
@@ -117,7 +114,7 @@ def prune(unused_s: float = _UNUSED_S) -> None:
 @functools.cache
 def kernel(series: str, architecture: str) -> Kernel:
     """Debian's newest kernel of a series in KERNELS."""
-    with _locked():
+    with locked():
         suite = Suite(KERNELS[series], architecture)
         meta = f"linux-image-cloud-{architecture}"
         names = suite.needed_by(meta, r"linux-(image|binary|modules)-\d[^:]*")
@@ -203,7 +200,7 @@ def load_order(modules: Path, wanted: Iterable[str]) -> list[Path]:
 @functools.cache
 def root(architecture: str, extra: tuple[str, ...] = ()) -> Path:
     """An ext4 image with Debian, Python and the packages that the project depends on; `extra` Debian ones."""
-    with _locked():
+    with locked():
         packages = Suite(USER_LAND, architecture).fetch([*PACKAGES, *extra])
         requirements = runtime_requirements()
 
@@ -213,7 +210,7 @@ def root(architecture: str, extra: tuple[str, ...] = ()) -> Path:
                 tree.chmod(0o755)
                 unpack(packages, tree)
                 _settle(tree)
-                _install(tree, requirements, MACHINES[architecture])
+                _install(tree, requirements, architecture)
                 make_ext4(tree, folder / "root.ext4", spare_mib=512)
 
         names = [file.name for file in packages]
@@ -271,7 +268,7 @@ def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def _install(tree: Path, requirements: str, machine: Machine) -> None:
+def _install(tree: Path, requirements: str, architecture: str) -> None:
     """A virtual environment as an administrator would make it, without running anything of the guest's."""
     home = tree / INSTALLED
     packages = home / f"lib/python{PYTHON}/site-packages"
@@ -282,7 +279,7 @@ def _install(tree: Path, requirements: str, machine: Machine) -> None:
     (packages / "payload.pth").write_text("/payload/site\n")
     listing = tree / "requirements.txt"
     listing.write_text(requirements)
-    platforms = [f"--platform={name}" for name in machine.platforms]
+    platforms = [f"--platform={name}" for name in PLATFORMS[architecture]]
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "-qq", "--target", packages, "--no-compile"),

@@ -73,7 +73,8 @@ def test_what_was_not_finished_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_package_of_another_architecture_is_found_and_unpacked(tmp_path: Path) -> None:
-    (package,) = packages.Suite(image.USER_LAND, "arm64").fetch(["busybox-static"], alone=True)
+    with image.locked():
+        (package,) = packages.Suite(image.USER_LAND, "arm64").fetch(["busybox-static"], alone=True)
     packages.unpack([package], tmp_path)
     assert (tmp_path / "bin").readlink() == Path("usr/bin")
     header = (tmp_path / "bin/busybox").read_bytes()[:20]
@@ -82,5 +83,5 @@ def test_a_package_of_another_architecture_is_found_and_unpacked(tmp_path: Path)
 
 
 def test_a_package_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no-such-package"):
+    with image.locked(), pytest.raises(RuntimeError, match="no-such-package"):
         packages.Suite(image.USER_LAND, "arm64").fetch(["no-such-package"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.guests import conftest, machine
 from tests.guests.conftest import Node
 from tests.guests.machine import GuestError
 
@@ -35,6 +36,12 @@ def test_a_command_runs_and_its_exit_code_output_and_files_come_back(guest: Make
         result.check()
 
 
+@pytest.mark.parametrize("cgroup", ["v2", "v1", "hybrid"])
+def test_cgroups_are_mounted_as_asked_without_an_init_system(guest: Make, cgroup: str) -> None:
+    result = guest(cgroup=cgroup).run(["expanse-ebpf", "check"])
+    assert f"\nok   cgroups: {cgroup}: " in result.output
+
+
 def test_a_guest_has_a_hard_time_limit_and_says_what_it_was_doing(guest: Make) -> None:
     with pytest.raises(GuestError, match=r"not done within 25 s(?s:.*)begun"):
         guest().run(["bash", "-c", "echo begun; sleep 3600"], limit_s=25)
@@ -43,6 +50,54 @@ def test_a_guest_has_a_hard_time_limit_and_says_what_it_was_doing(guest: Make) -
 def test_a_complaint_of_the_kernel_fails_the_test(guest: Make) -> None:
     with pytest.raises(GuestError, match="the kernel complains"):
         guest().run(["bash", "-c", "echo 'WARNING: CPU: 0 PID: 1 at nowhere' >/dev/kmsg"])
+
+
+@pytest.mark.parametrize(
+    ("line", "complains"),
+    [
+        ("[    4.8] ------------[ cut here ]------------", True),
+        ("[    4.8] WARNING: CPU: 0 PID: 107 at kernel/bpf/verifier.c:10493 bpf_check+0x2f92/0x3470", True),
+        ("[    4.8] BUG: kernel NULL pointer dereference, address: 0000000000000008", True),
+        ("[    4.8] Oops: 0000 [#1] SMP NOPTI", True),
+        ("[    4.8] Internal error: synchronous external abort: 96000010 [#1] SMP", True),
+        ("[    4.8] general protection fault, probably for non-canonical address", True),
+        ("[    4.8] invalid opcode: 0000 [#1] PREEMPT SMP", True),
+        ("[    4.8] UBSAN: array-index-out-of-bounds in kernel/x.c:1:2", True),
+        ("[    4.8] INFO: task sh:12 blocked for more than 120 seconds.", True),
+        ("[    4.8] rcu: INFO: rcu_preempt self-detected stall on CPU", False),
+        ("[    4.8] EXT4-fs (vda): mounted filesystem without journal.", False),
+        ("[    4.8] tsc: Fast TSC calibration failed", False),
+    ],
+)
+def test_what_is_a_complaint(line: str, complains: bool) -> None:
+    assert bool(machine.COMPLAINT.search(f"[    1.0] before\n{line}\n[    9.0] after\n")) is complains
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_kvm_is_used_only_where_it_is_asked_for_and_works(
+    works: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path
+) -> None:
+    tried: list[str] = []
+
+    class Trial(machine.Guest):
+        def __init__(self, *images: object, accelerator: str, **options: object) -> None:
+            tried.append(accelerator)
+
+        def finish(self) -> machine.Result:
+            if not works:
+                raise GuestError("it hangs")
+            return machine.Result(0, "", tmp_path, "")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(conftest, "Guest", Trial)
+    monkeypatch.delenv("GUESTS_KVM", raising=False)
+    assert conftest.choose_accelerator(wheel, tmp_path) == "tcg"
+    assert tried == []
+    monkeypatch.setenv("GUESTS_KVM", "1")
+    assert conftest.choose_accelerator(wheel, tmp_path) == ("kvm" if works else "tcg")
+    assert tried == ["kvm"]
 
 
 def test_a_guest_that_panics_ends(guest: Make) -> None:

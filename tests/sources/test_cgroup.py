@@ -130,10 +130,24 @@ def test_a_cpu_cgroup_that_a_job_was_not_in_all_the_time(tmp_path: Path, source:
     assert sample_with(6.25, 1.25).cpu_ns == 6_000_000_000
     # It is moved out again, and goes on.
     assert sample_with(8.5, 1.25).cpu_ns == 8_500_000_000
-    # That is for good: its time goes on from there, whichever account is ahead.
-    assert sample_with(8.6, 1.4).cpu_ns == 8_600_000_000
-    assert sample_with(8.7, 3.2).cpu_ns == 8_700_000_000
-    assert sample_with(9.0, 6.0).cpu_ns == 10_750_000_000
+    assert sample_with(8.6, 1.25).cpu_ns == 8_600_000_000
+    # It comes back; then the hook is off for a while.
+    assert sample_with(9.0, 1.65).cpu_ns == 9_000_000_000
+    assert sample_with(0, 1.75).cpu_ns == 9_100_000_000
+    assert sample_with(9.1, 1.85).cpu_ns == 9_200_000_000
+
+
+def test_cpu_time_from_before_is_kept_when_the_hook_is_off_meanwhile(
+    tmp_path: Path, source: CgroupSource
+) -> None:
+    job = job_in({})
+    for hooked_s in (50, 0, 52):
+        if hooked_s == 52:
+            (tmp_path / "cpuacct.usage").write_text("3000000000\n")
+            job.directories = {"cpuacct": str(tmp_path)}
+        sample = JobSample(cpu_ns=hooked_s * 1_000_000_000)
+        source.sample(time.monotonic(), [(job, sample)], Report())
+    assert sample.cpu_ns == 50_000_000_000
 
 
 @pytest.mark.parametrize("hierarchy", ["cpuacct", "unified"])

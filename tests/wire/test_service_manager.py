@@ -105,6 +105,7 @@ def test_signs_of_life_come_three_times_in_the_time_that_the_watchdog_waits(list
         {"WATCHDOG_USEC": "0"},
         {"WATCHDOG_USEC": "soon"},
         {"WATCHDOG_USEC": "600000", "WATCHDOG_PID": "1"},  # meant for the process that started this one
+        {"WATCHDOG_USEC": "9" * 400},
     ],
     ids=["absent", "off", "damaged", "another's"],
 )
