@@ -68,7 +68,7 @@ endef
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 .PHONY: root
 root:
@@ -79,12 +79,13 @@ run: root install ## Watch a small training job of its own: agent, controller an
 	@exec $(BIN)/expanse-ebpf demo
 
 .PHONY: test
-test: lint build/promtool ## Check the sources and run every test (needs root)
-	@exec $(BIN)/python -m pytest
+test: lint build/promtool ## Check the sources and run the tests, some in emulated machines (needs root; 20 min)
+	@$(BIN)/python -m pytest --ignore=tests/guests
+	exec $(BIN)/python -m pytest -v --durations=5 tests/guests
 
 .PHONY: test-guests
-test-guests: install test-packages ## Run what needs other kernels and machines, on all of them, under emulation
-	@exec $(BIN)/python -m pytest tests/guests --matrix
+test-guests: install test-packages ## Run what needs other kernels and machines, on all of them (1 h)
+	@exec $(BIN)/python -m pytest -v --durations=20 tests/guests --matrix
 
 .PHONY: lint
 lint: install test-packages ## Check style, types and formatting
@@ -126,7 +127,7 @@ build-packages:
 	@$(call packages,$(BUILD_PACKAGES))
 
 .PHONY: test-packages
-test-packages:
+test-packages: ## Install the Debian packages that the tests need
 	@$(call packages,$(TEST_PACKAGES) $(GUEST_PACKAGES))
 
 $(VENV)/.python:

@@ -107,7 +107,7 @@ def test_signs_of_life_come_three_times_in_the_time_that_the_watchdog_waits(list
         {"WATCHDOG_USEC": "600000", "WATCHDOG_PID": "1"},  # meant for the process that started this one
         {"WATCHDOG_USEC": "9" * 400},
     ],
-    ids=["absent", "off", "damaged", "another's"],
+    ids=["absent", "off", "damaged", "another's", "absurd"],
 )
 def test_no_watchdog_no_signs(listener: Listener, environment: dict[str, str]) -> None:
     service = ServiceManager(listener.environment | environment)
