@@ -25,6 +25,15 @@ Run = Callable[..., dict[str, Any]]
 EVENTS = ("cycles", "instructions")
 MISSING = dict.fromkeys(sorted(set(COUNTERS) - set(EVENTS)), "unsupported(ENOENT)")
 COUNTS = (500_000, 120_000)  # of the larger and the smaller job; two instructions each
+# Instructions that the hook and its runs once a tick may add to those of an empty program, with 0, 1 and 2
+# counters: what docs/principles.md says and some 15 % more, or a little more where the later kernels need it.
+BOUNDS = {
+    "same job": (130, 130, 130),
+    "idle": (115, 115, 115),
+    "another job": (457, 837, 1248),
+    "flush": (1672, 2040, 2484),
+    "scan": (135, 135, 135),
+}
 SERIES = ("6.1", pytest.param("6.12", marks=pytest.mark.matrix))
 
 
@@ -198,7 +207,7 @@ def test_the_agent_opens_what_is_wanted_and_nothing_else(
 
 
 def test_only_a_switch_to_another_job_reads_counters(node: Node, tmp_path: Path) -> None:
-    """By what a switch costs: within a job it does not depend on how many counters are open."""
+    """By what a switch costs: little within a job, and there it does not depend on how many are open."""
     figures = hook_instructions.measure(node, hook_instructions.compile_programs(tmp_path), times=1000)
     above = hook_instructions.above_empty(figures)
     for case in ("same job", "idle"):
@@ -207,4 +216,6 @@ def test_only_a_switch_to_another_job_reads_counters(node: Node, tmp_path: Path)
     for case in ("another job", "flush"):
         for n in (1, 2):
             assert above[f"{case}, {n} counters"] - above[f"{case}, {n - 1} counters"] > 200
-    assert above["same job, 2 counters"] < above["another job, 0 counters"]
+    bounds = {f"{case}, {n} counters": most for case, all_ in BOUNDS.items() for n, most in enumerate(all_)}
+    assert above.keys() == bounds.keys()
+    assert not {name: (above[name], most) for name, most in bounds.items() if not 0 < above[name] <= most}

@@ -437,7 +437,6 @@ def main() -> None:
     seen["before"], seen["after"] = before, {name: jobs.truth(name) for name in jobs.started}
     seen["top"] = said(EXPANSE, "top", "--once", "--json")
     seen["top of user"] = said(*in_session(), *as_user(), EXPANSE, "top", "--once", "--json")
-    seen["host pressure"] = Path("/proc/pressure/cpu").exists()
 
     told = json.loads((FOLDER / "steady.json").read_text())
     os.kill(told["pid"], signal.SIGTERM)

@@ -9,12 +9,13 @@ cycles where this machine counts them. Ends with an assertion when a figure is w
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from expanse_ebpf.config import COUNTERS, Config, CpuConfig
@@ -63,6 +64,22 @@ def run_queues() -> dict[int, tuple[int, int]]:
 def grown(now: dict[int, tuple[int, int]], then: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """What `run_queues` grew by on all CPUs."""
     return sum(now[cpu][0] - then[cpu][0] for cpu in now), sum(now[cpu][1] - then[cpu][1] for cpu in now)
+
+
+def all_switches() -> int:
+    """Switches of all CPUs since boot, offline ones and those away from the idle tasks included."""
+    lines = Path("/proc/stat").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("ctxt")))
+
+
+def switches_of_tasks() -> dict[str, int]:
+    """How often each task that is there has left a CPU. None of those here has a second thread."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            counts = re.findall(r"^\w*voluntary_ctxt_switches:\s(\d+)$", status.read_text(), re.MULTILINE)
+            found[status.parent.name] = sum(map(int, counts))
+    return found
 
 
 def events_open(pid: int | str = "self") -> int:
@@ -134,7 +151,8 @@ class Watched:
             slot = self.lifecycle.take()
             self.lifecycle.assign(group.stat().st_ino, slot)
             self.jobs.append(Job(JobIdentity(), {"unified": str(group)}, slot=slot))
-        config = Config(cpu=CpuConfig(bpf_stats="off"))  # see cpus_agent.py
+        # Their statistics patch the kernel's code now and then, which is not what is looked at here.
+        config = Config(cpu=CpuConfig(bpf_stats="off"))
         self.source = CpuSource(Context(config, self.lifecycle), SPECS)
         self.bounds = Bounds()
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -188,6 +206,44 @@ class Watched:
         totals = [self.lifecycle.slots.total(slot) for slot in slots]
         return [sum(column) for column in zip(*totals, strict=True)]
 
+    def _booked(self) -> int:
+        """Switches that are booked, those on all CPUs that are online up to now."""
+        accounting = self.source._accounting
+        assert accounting is not None
+        accounting.flush()
+        return self.total()[kernel.SWITCHES]
+
+    def quiet(self) -> tuple[int, dict[str, int], int]:
+        """Switches that are booked, those of each task, and again those booked, while next to none happens.
+
+        The jobs rest; what is on a CPU that is offline must have been booked when it went.
+        """
+        for process in self.processes:
+            process.send_signal(signal.SIGSTOP)
+        tries = []
+        for _ in range(30):
+            time.sleep(0.05)
+            before = all_switches()
+            reading = self._booked(), switches_of_tasks(), self._booked()
+            tries.append((all_switches() - before, reading))
+            if not tries[-1][0]:
+                break
+        for process in self.processes:
+            process.send_signal(signal.SIGCONT)
+        most, reading = min(tries, key=lambda one: one[0])
+        print(f"at rest but for {most} switches at the most")
+        return reading
+
+    def booked_since(self, then: tuple[int, dict[str, int], int]) -> None:
+        """Every switch away from a task since `then` is booked."""
+        low, tasks, high = self.quiet()
+        left = sum(count - then[1].get(task, 0) for task, count in tasks.items())
+        gone = then[1].keys() - tasks.keys()
+        low, high = low - then[2], high - then[0]
+        print(f"with CPUs {online()} alone: {low} to {high} booked, tasks left {left} times; gone: {gone}")
+        assert 100 < left <= high
+        assert gone or low <= left
+
     def descriptors(self) -> None:
         """One event per counter and CPU that is online, and all of them count."""
         events = self.source._events
@@ -196,6 +252,7 @@ class Watched:
         assert set(events.descriptors) == wanted, set(events.descriptors) ^ wanted
         assert events_open() == len(wanted) + self.bounds.descriptors
         before = {key: perf.read_counter(fd).enabled_ns for key, fd in events.descriptors.items()}
+        time.sleep(0.05)  # an emulated CPU's clock may stand still between two of its ticks
         dead = [
             key for key, fd in events.descriptors.items() if perf.read_counter(fd).enabled_ns <= before[key]
         ]
@@ -256,9 +313,12 @@ def hook(cpu: int) -> None:
             watched.tick()
         watched.descriptors()
         for _ in range(2):  # seen to go and to come
+            then = watched.quiet()
+            time.sleep(0.3)
             switch(cpu, False)
             time.sleep(0.4)
             watched.tick()
+            watched.booked_since(then)
             watched.descriptors()
             time.sleep(0.2)
             watched.tick()

@@ -84,6 +84,15 @@ def newest(socket: str = SOCKET) -> Report | None:
         return None
 
 
+def first_reports() -> tuple[Report, Report]:
+    """The first two reports of the agent, which has not run for long."""
+    reports = client.watch(SOCKET, 100)
+    first, second = next(reports), next(reports)
+    if first.interval_ns or second.sequence != first.sequence + 1:
+        raise SystemExit("the agent's first report is not among those that it has kept")
+    return first, second
+
+
 def job(key: str, report: Report | None) -> JobSample | None:
     """The job in the report."""
     for sample in report.jobs if report is not None else ():
