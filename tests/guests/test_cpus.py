@@ -78,3 +78,10 @@ def test_more_cpus_can_come_than_there_are(script: str, guest: Make) -> None:
     node = guest(kernel="6.12", cpus=16, parameters="maxcpus=2")
     result = node.run(["python3", f"{INSIDE}/{name}", *kinds]).check()
     assert result.output.endswith("done\n")
+
+
+@matrix
+def test_a_cpu_that_fails_to_come_up_has_not_run_since_the_beginning_of_time(guest: Make) -> None:
+    node = guest(kernel="6.1", cpus=2, parameters="maxcpus=1")
+    result = node.run(["python3", f"{INSIDE}/cpus_failed.py"]).check()
+    assert result.output.endswith("done\n")
