@@ -110,7 +110,7 @@ def test_second_agent_of_a_boot_goes_on_above_the_first(tmp_path: Path) -> None:
             first = first_sequence()
             made = [report(first), report(first + 1)]
             for r in made:
-                r.jobs[0].cpu_ns = r.sequence * 1_000_000_000
+                r.jobs[0].cpu_ns = r.sequence
             assert nodes.send(*map(up, made), hello=node())[-1] == first + 1
             time.sleep(0.001)
         controller.kill()
