@@ -334,6 +334,25 @@ static __always_inline u64 faults_of(struct task_struct *task)
 	return BPF_CORE_READ(task, min_flt) + BPF_CORE_READ(task, maj_flt);
 }
 
+/* As `missed`, for a task that runs and was not seen to come: what was before it came is not its job's. */
+static __always_inline void missed_current(struct cpu_state *state, const struct reading *now, struct rq *rq,
+					   struct task_struct *current, u32 cpu)
+{
+	u64 came = now->clock - (BPF_CORE_READ(rq, clock) - BPF_CORE_READ(current, sched_info.last_arrival));
+	u64 cgroup = cgroup_of_address(current);
+	struct reading then = *now;
+	u32 slot = slot_of(cgroup);
+
+	if ((s64)(came - state->clock) < 0)
+		came = state->clock;
+	then.clock = came;
+	state->cgroup = cgroup;
+	if (slot != state->slot) {
+		charge(state, &then, cpu, true, came - state->clock > now->clock - came);
+		state->slot = slot;
+	}
+}
+
 /*
  * Run by user space on a CPU that `scan` named (in an interrupt there, so no switch can happen in
  * between): charge it now, and look again to which slot it belongs. The cgroup of a task can change
@@ -363,6 +382,8 @@ int flush(void *unused)
 		if (state->task == pid)
 			state->page_faults += faults - state->task_faults;
 		state->task_faults = faults;
+		if (state->task && state->task != pid && state->started)
+			missed_current(state, &now, rq, current, cpu);
 	}
 	state->task = pid;
 	charge(state, &now, cpu, true, true);

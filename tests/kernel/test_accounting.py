@@ -288,6 +288,25 @@ def test_a_missed_switch_shifts_no_time_to_another_job(groups: Groups, load: Cal
     assert one.rest([slot])[kernel.SWITCHES] - rest[kernel.SWITCHES] > 0
 
 
+def test_a_missed_switch_to_a_task_that_stays_shifts_no_time(
+    groups: Groups, load: Callable[..., Kernel]
+) -> None:
+    """As above, but nothing switches before the next flush."""
+    one = load()
+    path = groups.make()
+    slot = one.slot(path)
+    groups.start(BURN, path, cpus={1})
+    time.sleep(0.3)
+    before, used = one.total(slot), usage_ns(path)
+    for _ in range(20):
+        one.accounting.flush()
+        struct.pack_into("=QI", one.accounting._states, 256, 1, 0)
+        struct.pack_into("=I", one.accounting._states, 256 + 16, 4_000_000)
+        time.sleep(0.05)
+    grown = one.total(slot)[kernel.RUN_NS] - before[kernel.RUN_NS]
+    assert grown == pytest.approx(usage_ns(path) - used, rel=0.05)
+
+
 def test_a_running_task_that_is_moved_is_its_new_jobs_from_the_next_flush_on(
     groups: Groups, load: Callable[..., Kernel]
 ) -> None:
