@@ -69,7 +69,7 @@ def executable_memory() -> None:
 ATTEMPTS: dict[str, Callable[[], object]] = {
     "write to its state": write(str(STATE / "file")),
     "write to /etc": write("/etc/probe"),
-    "write to /run": write("/run/probe"),
+    "write to /run": write("/run/elsewhere"),
     "write to /usr": write("/usr/probe"),
     "write to another's state": write("/var/lib/expanse-ebpf/probe"),
     "write to the disk's root": write("/probe"),
