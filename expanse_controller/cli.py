@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,11 @@ def _address(_: click.Context, __: click.Parameter, value: str | None) -> tuple[
 class _OneLineErrors(click.Group):
     """A group whose errors are one line each."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Run it and exit."""
+        options |= {"prog_name": "expanse-controller", "standalone_mode": False}
         try:
-            code = super().main(args, "expanse-controller", complete_var, False, **extra)
+            code = super().main(*args, **options)
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
             sys.exit(error.exit_code)

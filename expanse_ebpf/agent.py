@@ -243,8 +243,9 @@ class Agent:
     def _guarded_tick(self) -> None:
         try:
             report = self.tick()
-            self._service.status(self._state(report))
-            self._service.ready()
+            if self._service.listens:
+                self._service.status(self._state(report))
+                self._service.ready()
         except Exception as error:  # watching goes on whatever a job has thought of
             self._missed += 1
             self._service.status(f"the last tick failed: {error}")

@@ -15,12 +15,14 @@ class ServiceManager:
     """The service manager that started this process; where there is none, nothing is sent.
 
     The variables that name it leave `environment`, so that no child can speak for this process. A message
-    that cannot be sent at once is not waited for: the job of the sender is another one.
+    that cannot be sent at once is not waited for: the job of the sender is another one. `listens` says
+    whether there is one.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = os.fsencode(environment.pop("NOTIFY_SOCKET", ""))
         self._address = b"\0" + address[1:] if address.startswith(b"@") else address
+        self.listens = bool(address)
         self._ready = False
         self._status = ""
         watchdog_us = environment.pop("WATCHDOG_USEC", "")
@@ -55,7 +57,7 @@ class ServiceManager:
         self._send("STOPPING=1")
 
     def _send(self, message: str) -> bool:
-        if not self._address:
+        if not self.listens:
             return False
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

@@ -234,7 +234,7 @@ def _settle(tree: Path) -> None:
     if not awk.exists():
         awk.symlink_to("mawk")
     units = etc / "systemd/system"
-    for name in ("payload", "out", "work"):
+    for name in ("payload", "out", "scratch"):
         (tree / name).mkdir()
     (units / "serial-getty@.service").symlink_to("/dev/null")
     (units / "multi-user.target.wants").mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ if [ $$ = 1 ]; then
 	esac
 fi
 
-cd /work
+cd /scratch
 # Not exec: what comes after must run whatever the command does.
 bash /payload/command </dev/null >/dev/vport0p1 2>&1
 echo $? >/out/.exit

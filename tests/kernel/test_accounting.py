@@ -20,8 +20,9 @@ from expanse_ebpf.kernel import perf
 from expanse_ebpf.kernel.accounting import Accounting
 from expanse_ebpf.kernel.cpus import online
 from expanse_ebpf.kernel.lifecycle import Event, Lifecycle
+from tests.guests.inside.truth import faults, migrations, switches, usage_ns
 
-from .groups import Groups, status, wait_stopped
+from .groups import Groups, wait_stopped
 
 BURN = "while True: pass"
 
@@ -80,10 +81,6 @@ def load() -> Iterator[Callable[..., Kernel]]:
     yield make
     for one in loaded:
         one.close()
-
-
-def usage_ns(group: Path) -> int:
-    return int((group / "cpu.stat").read_text().split()[1]) * 1000
 
 
 def busy_ns() -> int:
@@ -176,21 +173,6 @@ def between_stops(
     wait_stopped(process)
     grown = [b - a for a, b in zip(before, one.total(slot), strict=True)]
     return grown, read(process.pid) - was
-
-
-def switches(pid: int) -> int:
-    fields = status(pid)
-    return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])
-
-
-def faults(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[7]) + int(fields[9])
-
-
-def migrations(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/sched").read_text().splitlines()
-    return int(next(line.split(":")[1] for line in lines if line.startswith("se.nr_migrations")))
 
 
 def test_context_switches_are_the_kernels_own(groups: Groups, load: Callable[..., Kernel]) -> None:

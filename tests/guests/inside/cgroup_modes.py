@@ -13,9 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from truth import LIMIT_S, switches, until
 
 from expanse_ebpf.top.feed import LocalFeed
 from expanse_ebpf.wire.collector_pb2 import Report
@@ -23,10 +25,9 @@ from expanse_ebpf.wire.collector_pb2 import Report
 MODE = sys.argv[1]
 EXPANSE = "/opt/expanse-ebpf/bin/expanse-ebpf"
 SOCKET = "/run/expanse-ebpf/agent.sock"
-OUT, FOLDER, ROOT = Path("/out"), Path("/run/work"), Path("/sys/fs/cgroup")
+OUT, FOLDER, ROOT = Path("/out"), Path("/run/told"), Path("/sys/fs/cgroup")
 WORK = [sys.executable, str(Path(__file__).with_name("cgroup_modes_work.py"))]
 USER = 1000
-LIMIT_S = 120
 SETTLED_S = 8  # more than that after which the agent reads its slow files again
 # Where SLURM of a v1 host and the kubelet with the cgroupfs driver make cgroups.
 BY_HAND = ("memory", "cpu,cpuacct", "blkio", "pids", "freezer", "devices", "systemd")
@@ -46,23 +47,13 @@ SLURM = {
 }  # fmt: skip
 
 
-def until(what: str, ready: Callable[[], Any]) -> Any:
-    """What `ready` gives as soon as it gives something."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := ready()):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what}: not within {LIMIT_S} s")
-        time.sleep(0.1)
-    return found
-
-
 class Jobs:
     """The works that were started, by name."""
 
     def __init__(self) -> None:
         FOLDER.mkdir(mode=0o777)
         FOLDER.chmod(0o1777)
-        Path("/work").chmod(0o1777)
+        Path("/scratch").chmod(0o1777)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self.own: dict[str, str] = {}  # the component of the cgroup path that is the job's own
 
@@ -156,12 +147,6 @@ def processes_in(top: str) -> set[int]:
         for folder, _, _ in os.walk(top)
         for line in Path(folder, "cgroup.procs").read_text().split()
     }
-
-
-def switches(pid: int) -> int:
-    """How often the process has left a CPU."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return sum(int(line.split()[1]) for line in text.splitlines() if "ctxt_switches" in line)
 
 
 def make(path: str, hierarchies: Iterable[str] = BY_HAND) -> list[Path]:

@@ -1,7 +1,7 @@
 """A piece of work of known size: `cgroup_modes_work.py NAME PART=AMOUNT…`, where `then` waits in between.
 
-Each stretch is told in /run/work/NAME.json; the next begins, or the program ends, when somebody writes to
-the pipe /run/work/NAME. Nothing is used while it waits.
+Each stretch is told in /run/told/NAME.json; the next begins, or the program ends, when somebody writes to
+the pipe /run/told/NAME. Nothing is used while it waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-FOLDER = Path("/run/work")
+FOLDER = Path("/run/told")
 
 
 def spin(seconds: float) -> None:
@@ -85,7 +85,7 @@ def main(name: str, parts: list[str]) -> None:
         elif what == "spinners":
             spin_on_one_cpu(int(amount))
         elif what == "disk":
-            read_and_write(Path(f"/work/{name}"), int(amount))
+            read_and_write(Path(f"/scratch/{name}"), int(amount))
         elif what == "forever":
             (FOLDER / f"{name}.json").write_text(json.dumps({"pid": os.getpid(), "stretches": []}))
             while True:

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cpus import events_open, switch
+from truth import until
 
 from expanse_ebpf.config import COUNTERS
 from expanse_ebpf.errors import UnavailableError
@@ -188,13 +189,6 @@ def pairs(then: Report, now: Report, figure: str) -> list[tuple]:
     both: list[tuple[Counters, Counters]] = [(then.host.system, now.host.system)]
     both += [(before[job.identity.id], job.counters) for job in now.jobs if job.identity.id in before]
     return [(getattr(a, figure), getattr(b, figure)) for a, b in both]
-
-
-def until(what: str, ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def hotplug(node: Node) -> None:

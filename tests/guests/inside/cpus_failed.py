@@ -11,6 +11,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from truth import until
+
+from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.top import client
 from expanse_ebpf.wire.collector_pb2 import Report
 
@@ -19,11 +22,14 @@ CPU = Path("/sys/devices/system/cpu/cpu1")
 
 
 def newest() -> Report:
-    while True:
-        with suppress(Exception):  # until the agent answers
-            for report in client.watch(SOCKET, 0):
-                return report
-        time.sleep(0.2)
+    """The agent's, as soon as it answers."""
+
+    def ask() -> Report | None:
+        with suppress(UnavailableError):
+            return next(iter(client.watch(SOCKET, 0)), None)
+        return None
+
+    return until("the agent answers", ask)
 
 
 def fail_at(step: str) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, "/payload/files")
-from groups import Groups, status, wait_stopped
+from groups import Groups, wait_stopped
+from truth import faults, migrations, run_ns, switches, usage_ns, wait_ns
 
 from expanse_ebpf.jobs.hierarchies import numbers
 from expanse_ebpf.kernel import libbpf, perf
@@ -79,35 +80,15 @@ class Book:
         """`right` must be true."""
         self.compare(what, int(bool(right)), 1)
 
+    def close(self, file: str, **more: object) -> int:
+        """Write everything to /out; the exit code."""
+        Path("/out", file).write_text(json.dumps({"figures": self.lines, **more}, indent=1))
+        wrong = [line["what"] for line in self.lines if not line["right"]]
+        print(f"{len(self.lines)} compared, {len(wrong)} wrong: {wrong}")
+        return 1 if wrong else 0
+
 
 # ---- what the kernel says itself
-
-
-def switches(pid: int) -> int:
-    fields = status(pid)
-    return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])
-
-
-def faults(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[7]) + int(fields[9])
-
-
-def run_ns(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
-
-
-def wait_ns(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
-
-
-def migrations(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/sched").read_text().splitlines()
-    return int(next(line.split(":")[1] for line in lines if line.startswith("se.nr_migrations")))
-
-
-def usage_ns(group: Path) -> int:
-    return int((group / "cpu.stat").read_text().split()[1]) * 1000
 
 
 def run_queues() -> list[tuple[int, int, int]]:
@@ -534,10 +515,7 @@ def main() -> int:
             groups.close()
     book.nothing("counters that could not be read", collector.accounting.read_errors())
     collector.close()
-    Path("/out/figures.json").write_text(json.dumps({"figures": book.lines, "programs": programs}, indent=1))
-    wrong = [line["what"] for line in book.lines if not line["right"]]
-    print(f"{len(book.lines)} compared, {len(wrong)} wrong: {wrong}")
-    return 1 if wrong else 0
+    return book.close("figures.json", programs=programs)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from figures import Book, faults, run_ns, switches, usage_ns, wait_ns
+from figures import Book
+from truth import faults, run_ns, switches, usage_ns, wait_ns
 
 from expanse_ebpf.top import client
 from expanse_ebpf.top.rates import HARDWARE
@@ -198,10 +199,7 @@ def main() -> int:
     log = (FOLDER / "log").read_text()
     print(log)
     book.holds("agent: no traceback", "Traceback" not in log)
-    Path("/out/agent.json").write_text(json.dumps({"figures": book.lines, "top": snapshot}, indent=1))
-    wrong = [line["what"] for line in book.lines if not line["right"]]
-    print(f"{len(book.lines)} compared, {len(wrong)} wrong: {wrong}")
-    return 1 if wrong else 0
+    return book.close("agent.json", top=snapshot)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pmu_kit import EVENTS, INHERIT, PINNED, USER_ONLY, Ring, Watched, open_event, value
+from truth import switches
 
 from expanse_ebpf.kernel import lifecycle as kernel
 
@@ -35,11 +36,6 @@ def tick(watched: Watched, cpu: dict[str, int]) -> dict[str, Any]:
         "rows": rows,
         **watched.exported(watched.report()),
     }
-
-
-def switches(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if "_ctxt_switches" in line)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pmu_kit import Ring, counters, make_group
+from truth import run_ns, switches
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.kernel import libbpf
@@ -89,11 +90,7 @@ def report(names: Collection[str] = NAMES) -> Report:
 
 
 def kernels_own(pid: int) -> dict[str, int]:
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {
-        "run_ns": int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]),
-        "context_switches": sum(int(line.split()[1]) for line in status if "_ctxt_switches" in line),
-    }
+    return {"run_ns": run_ns(pid), "context_switches": switches(pid)}
 
 
 def main() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import truth
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.kernel import libbpf
@@ -21,19 +22,16 @@ CONFIG = Path("/etc/expanse-ebpf/config.toml")
 UNITS = Path("/etc/systemd/system")
 BROUGHT = Path("/payload/files")
 USER = 1000
-_LIMIT_S = 120
 _TRACING = (7, 17, 26)  # BPF_PROG_TYPE_PERF_EVENT, …RAW_TRACEPOINT, …TRACING: systemd itself loads none
 
 
 def until(what: str, ready: Callable[[], Any]) -> Any:
-    """What `ready` gives as soon as it gives something."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not (found := ready()):
-        if time.monotonic() > deadline:
-            subprocess.run(["systemctl", "status", "--no-pager", "-l", AGENT, CONTROLLER], check=False)
-            raise SystemExit(f"{what}: not within {_LIMIT_S} s")
-        time.sleep(0.2)
-    return found
+    """What `ready` gives as soon as it gives something; when it does not, how the units are."""
+    try:
+        return truth.until(what, ready)
+    except SystemExit:
+        subprocess.run(["systemctl", "status", "--no-pager", "-l", AGENT, CONTROLLER], check=False)
+        raise
 
 
 def run(*command: str, fails: bool = False) -> str:
