@@ -117,7 +117,11 @@ def test_the_guest_ends_with_the_tests_even_when_those_are_killed(tmp_path: Path
     assert outer.stdout is not None
     qemu = Path("/proc") / outer.stdout.readline().strip()
     try:
-        assert b"qemu" in (qemu / "cmdline").read_bytes()
+        # Not before setpriv has become qemu: until then nothing ties it to the process that started it.
+        deadline = time.monotonic() + 10
+        while "qemu" not in (qemu / "exe").readlink().name:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
         os.kill(outer.pid, signal.SIGKILL)
         outer.communicate()
