@@ -71,14 +71,15 @@ def explain(stderr: str) -> str:
 
 
 def generate_wire() -> list[Path]:
-    """Generate the protobuf module and its type stub from ``collector.proto``."""
+    """Generate a protobuf module and its type stub from every ``.proto``; returns what was written."""
     from grpc_tools import protoc
 
-    name = "expanse_ebpf/wire/collector.proto"
-    status = protoc.main(["protoc", f"-I{ROOT}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", name])
+    sources = sorted(WIRE.glob("*.proto"))
+    names = [str(source.relative_to(ROOT)) for source in sources]
+    status = protoc.main(["protoc", f"-I{ROOT}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", *names])
     if status != 0:
-        raise BuildError(f"protoc failed with status {status} on {name}")
-    return [WIRE / "collector_pb2.py", WIRE / "collector_pb2.pyi"]
+        raise BuildError(f"protoc failed with status {status} on {' '.join(names)}")
+    return [WIRE / f"{source.stem}_pb2.{kind}" for source in sources for kind in ("py", "pyi")]
 
 
 try:

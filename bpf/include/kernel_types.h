@@ -32,11 +32,15 @@ enum {
 	BPF_MAP_TYPE_HASH = 1,
 	BPF_MAP_TYPE_ARRAY = 2,
 	BPF_MAP_TYPE_PERF_EVENT_ARRAY = 4,
+	BPF_MAP_TYPE_PERCPU_ARRAY = 6,
+	BPF_MAP_TYPE_LRU_HASH = 9,
 	BPF_MAP_TYPE_QUEUE = 22,
 	BPF_MAP_TYPE_RINGBUF = 27,
 };
 enum { BPF_F_MMAPABLE = 1 << 10 };
 enum { BPF_NOEXIST = 1 };
+enum { BPF_RB_NO_WAKEUP = 1, BPF_RB_FORCE_WAKEUP = 2 };
+enum { BPF_RB_AVAIL_DATA = 0 };
 
 struct bpf_perf_event_value {
 	u64 counter;
@@ -101,9 +105,54 @@ struct sched_entity {
 	u64 exec_start;
 };
 
+struct upid {
+	int nr;
+	struct pid_namespace *ns;
+};
+
+struct pid {
+	unsigned int level;
+	struct upid numbers[1];
+};
+
+#if defined(__TARGET_ARCH_arm64)
+struct thread_struct {
+	struct {
+		unsigned long tp_value;
+	} uw;
+};
+#else
+struct thread_struct {
+	unsigned long fsbase;
+};
+#endif
+
+#if defined(__TARGET_ARCH_arm64)
+struct pt_regs {
+	u64 orig_x0;
+	s32 syscallno;
+};
+#else
+struct pt_regs {
+	unsigned long orig_ax;
+	unsigned long di;
+};
+#endif
+
+struct bpf_iter__task {
+	struct task_struct *task;
+};
+
 struct task_struct {
+	unsigned int __state;
+	unsigned int flags;
+	int on_cpu;
 	int pid;
 	int tgid;
+	struct task_struct *group_leader;
+	struct pid *thread_pid;
+	struct mm_struct *mm;
+	struct thread_struct thread;
 	struct css_set *cgroups;
 	struct sched_info sched_info;
 	struct sched_entity se;

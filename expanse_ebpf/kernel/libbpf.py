@@ -120,6 +120,8 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "bpf_program__fd": (c_int, c_void_p),
     "bpf_program__attach": (c_void_p, c_void_p),
     "bpf_link__destroy": (c_int, c_void_p),
+    "bpf_link__fd": (c_int, c_void_p),
+    "bpf_iter_create": (c_int, c_int),
     "bpf_map_update_elem": (c_int, c_int, c_void_p, c_void_p, c_uint64),
     "bpf_map_lookup_elem": (c_int, c_int, c_void_p, c_void_p),
     "bpf_map_delete_elem": (c_int, c_int, c_void_p),
@@ -238,6 +240,17 @@ class Program:
         if self._link is not None:
             library().bpf_link__destroy(self._link)
             self._link = None
+
+    def iterate(self) -> None:
+        """Run an attached iterator once over everything that it iterates over."""
+        fd = library().bpf_iter_create(library().bpf_link__fd(self._link))
+        if fd < 0:
+            raise _error(f"iterating by BPF program {self.name}", fd)
+        try:
+            while os.read(fd, 4096):
+                pass
+        finally:
+            os.close(fd)
 
     def run(self, cpu: int | None = None) -> None:
         """Run it once, on `cpu` or here; raises BpfError (ENXIO: that CPU is offline)."""

@@ -1,7 +1,7 @@
-"""Counting perf events: perf_event_open(2), the events that are counted, and whether the PMU tells the truth.
+"""Perf events: perf_event_open(2), the events that are counted, and whether the PMU tells the truth.
 
-Sampling events and BPF programs have no place here; a descriptor that `open_on_cpus` gives can be put
-into a BPF perf event array as it is.
+A descriptor that `open_on_cpus` gives can be put into a BPF perf event array as it is; one that samples
+runs a BPF program instead (see kernel/python_stacks.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SYSCALLS = {"x86_64": 298, "aarch64": 241}
 TYPE_HARDWARE, TYPE_SOFTWARE = 0, 1
 FORMAT_ENABLED, FORMAT_RUNNING = 1, 2
 FLAG_CLOEXEC = 8
+_EXCLUDE_IDLE, _FREQUENCY = 1 << 7, 1 << 10  # bits of struct perf_event_attr
 _ATTR_SIZE = 64  # PERF_ATTR_SIZE_VER0: nothing newer is needed, and every kernel takes it
 
 # A loop on one core cannot run slower or faster than this, per second of CPU time. Wide, so that
@@ -78,18 +79,22 @@ class Opener(Protocol):
         """The new descriptor."""
 
 
-def open_counter(spec: EventSpec, cpu: int, group_fd: int = -1, *, pid: int = -1) -> int:
+def open_counter(
+    spec: EventSpec, cpu: int, group_fd: int = -1, *, pid: int = -1, frequency: int = 0
+) -> int:
     """A descriptor that counts `spec` from now on; raises OSError.
 
     `pid` -1 counts everything on `cpu`; `pid` 0 with `cpu` -1 counts the calling thread. A read gives
-    value, time enabled and time running, 8 bytes each.
+    value, time enabled and time running, 8 bytes each. With `frequency` it samples as well, so many times
+    a second, unless the CPU is idle.
     """
     number = SYSCALLS.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"perf events are not supported on {platform.machine()}")
-    # type, size, config, sample period, sample type, read format; the rest of the structure stays 0.
+    # type, size, config, sample period or frequency, sample type, read format, bits; the rest stays 0.
     attr = struct.pack(
-        "=IIQQQQ24x", spec.type, _ATTR_SIZE, spec.config, 0, 0, FORMAT_ENABLED | FORMAT_RUNNING
+        *("=IIQQQQQ16x", spec.type, _ATTR_SIZE, spec.config, frequency, 0, FORMAT_ENABLED | FORMAT_RUNNING),
+        _EXCLUDE_IDLE | _FREQUENCY if frequency else 0,
     )
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor: int = libc.syscall(

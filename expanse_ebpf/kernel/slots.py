@@ -83,6 +83,11 @@ class Slots:
                 self._free.append(slot)
 
     @property
+    def given(self) -> Collection[int]:
+        """Slots that are not free: they may be charged."""
+        return self._baseline.keys()
+
+    @property
     def retired(self) -> Collection[int]:
         """Slots that are given back but may still be charged."""
         return self._heirs.keys()

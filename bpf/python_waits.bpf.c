@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Python stacks of waiting threads: user space reads this iterator a few times a second, and each thread
+ * that sleeps is counted with the stack it sleeps in. Nothing is stopped. A thread that has not run since
+ * the last visit has the same stack and is not read again.
+ */
+#define READ(destination, size, address)                                                                       \
+	bpf_copy_from_user_task(destination, size, (const void *)(address), task, 0)
+#include "python_walk.h"
+
+#define TASK_SLEEPING 3 /* interruptible or not */
+#define PF_KTHREAD 0x200000
+
+#if defined(__TARGET_ARCH_arm64)
+#define SYSCALL_FUTEX 98
+#define SYSCALL_FUTEX_WAIT 455
+#else
+#define SYSCALL_FUTEX 202
+#define SYSCALL_FUTEX_WAIT 455
+#endif
+
+/* There is one reader at a time, in process context: no table by CPU, which would change under it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, struct walk);
+} visits SEC(".maps");
+
+/* What a thread was seen in the last time. */
+struct seen {
+	u64 switches;
+	u64 space;
+	u64 stack;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, u32);
+	__type(value, struct seen);
+} seen_threads SEC(".maps");
+
+struct visit {
+	struct walk *walk;
+	struct task_struct *task;
+	struct python_slot *row;
+};
+
+static long next_thread(u32 i, struct visit *visit)
+{
+	return search_step(visit->walk, visit->task);
+}
+
+static __noinline u32 describe_code(struct walk *walk, struct task_struct *task, struct python_slot *row)
+{
+	u32 outcome;
+
+	if (!affordable(row, walk->now, &row->codes, MAX_NEW_CODES))
+		return OVER_BUDGET;
+	outcome = describe(walk, task);
+	__sync_fetch_and_add(&row->codes, walk->table_kib);
+	return outcome;
+}
+
+static long next_frame(u32 i, struct visit *visit)
+{
+	struct walk *walk = visit->walk;
+	struct task_struct *task = visit->task;
+
+	return FRAME_STEP(walk, task, describe_code(walk, task, visit->row));
+}
+
+static __always_inline u64 switches_of(struct task_struct *task)
+{
+	return task->nvcsw + task->nivcsw;
+}
+
+static __always_inline bool sleeps(struct task_struct *task)
+{
+	return task->__state & TASK_SLEEPING && !task->on_cpu;
+}
+
+/* The address of the futex that the task sleeps on; 0: it does something else. */
+static __always_inline u64 futex_of(struct task_struct *task)
+{
+	struct pt_regs *registers = (struct pt_regs *)bpf_task_pt_regs(task);
+
+#if defined(__TARGET_ARCH_arm64)
+	u64 call = BPF_CORE_READ(registers, syscallno);
+	u64 address = BPF_CORE_READ(registers, orig_x0);
+#else
+	u64 call = BPF_CORE_READ(registers, orig_ax);
+	u64 address = BPF_CORE_READ(registers, di);
+#endif
+	return call == SYSCALL_FUTEX || call == SYSCALL_FUTEX_WAIT ? address : 0;
+}
+
+static __always_inline u32 visit_thread(struct task_struct *task, u32 slot, struct python_slot *row,
+					struct python_control *shared, u64 switches)
+{
+	u32 key = 0, host_pid = task->tgid, host_tid = task->pid, outcome;
+	struct walk *walk = bpf_map_lookup_elem(&visits, &key);
+	struct visit visit = { .walk = walk, .task = task, .row = row };
+	struct seen now = { .switches = switches };
+
+	if (!walk)
+		return LOST;
+	outcome = begin(walk, task, host_pid, slot, row, shared);
+	if (outcome != RESOLVED)
+		return outcome;
+	if (!search_begin(walk, task, host_tid))
+		bpf_loop(MAX_THREADS, next_thread, &visit, 0);
+	outcome = search_end(walk, task, host_tid);
+	if (outcome != RESOLVED)
+		return outcome;
+	walk->stack.flags = FLAG_WAITING | gil_of(walk, task, futex_of(task));
+	bpf_loop(MAX_STEPS, next_frame, &visit, 0);
+	/* It was not stopped: what was read is one stack only if it has not run in between. */
+	if (!sleeps(task) || switches_of(task) != switches)
+		return CHANGED;
+	if (walk->outcome != RESOLVED)
+		return walk->outcome;
+	outcome = count(walk, row, shared, shared->visit_ns, &now.stack);
+	if (outcome == RESOLVED) {
+		now.space = walk->space;
+		bpf_map_update_elem(&seen_threads, &host_tid, &now, 0);
+	}
+	return outcome;
+}
+
+/* Counts the thread in the stack of the last time, if it cannot have another one. */
+static __always_inline bool unchanged(u32 host_tid, u32 host_pid, struct python_control *shared, u64 switches)
+{
+	struct seen *last = bpf_map_lookup_elem(&seen_threads, &host_tid);
+	struct process *process = bpf_map_lookup_elem(&processes, &host_pid);
+	struct stack_count *total;
+	u32 index;
+
+	if (!last || !process || last->switches != switches || last->space != process->space ||
+	    last->stack < shared->floor)
+		return false;
+	index = last->stack & (MAX_STACKS - 1);
+	total = bpf_map_lookup_elem(&counts, &index);
+	if (!total)
+		return false;
+	__sync_fetch_and_add(&total->samples, 1);
+	__sync_fetch_and_add(&total->ns, shared->visit_ns);
+	return true;
+}
+
+SEC("iter.s/task")
+int on_visit(struct bpf_iter__task *context)
+{
+	struct python_control *shared = the_control();
+	struct task_struct *task = context->task;
+	u32 slot = SLOT_SYSTEM, outcome;
+	struct python_slot *row;
+	u64 switches;
+
+	if (!task || !shared || task->flags & PF_KTHREAD || !sleeps(task))
+		return 0;
+	if (shared->by_process) {
+		if (!is_wanted(task, task->tgid, shared))
+			return 0;
+	} else {
+		slot = slot_of(cgroup_of(task));
+		if (slot <= SLOT_OVERFLOW)
+			return 0;
+	}
+	row = bpf_map_lookup_elem(&python_slots, &slot);
+	if (!row || (!shared->by_process && !selected(row, shared)))
+		return 0;
+	switches = switches_of(task);
+	outcome = unchanged(task->pid, task->tgid, shared, switches) ?
+			  RESOLVED :
+			  visit_thread(task, slot, row, shared, switches);
+	__sync_fetch_and_add(&row->visits[outcome & (OUTCOMES - 1)], 1);
+	return 0;
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

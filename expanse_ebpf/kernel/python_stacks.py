@@ -1,0 +1,415 @@
+"""The loaded `python_stacks` programs: what they are told, and what they say."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import secrets
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.kernel import cpus, libbpf, perf
+from expanse_ebpf.kernel.lifecycle import MAX_SLOTS, Configuration, Lifecycle
+from expanse_ebpf.python_stacks.layouts import NOWHERE, Layout
+
+# The order of enum outcome in bpf/include/python_walk.h.
+OUTCOMES = (
+    "resolved",
+    "starting",
+    "not_python",
+    "unsupported",
+    "opted_out",
+    "native_thread",
+    "no_frames",
+    "unreadable",
+    "changed",
+    "over_budget",
+    "lost",
+)
+GIL = ("", "held", "waiting", "released")
+
+MAX_STACKS = 32768
+_MAX_LAYOUTS = 64
+_SLOT_SIZE = 512
+_SELECTED_OFFSET = 256
+_OUTCOMES = struct.Struct(f"={len(OUTCOMES)}Q{(16 - len(OUTCOMES)) * 8}x{len(OUTCOMES)}Q")
+_COUNT = struct.Struct("=QQ")
+_PROCESS = struct.Struct("=Q")
+_SPACE = struct.Struct("=QIIQII")
+_U32 = struct.Struct("=I")
+_ASK = struct.Struct("=IIQIIII")
+_PART = struct.Struct("=IIII")
+_CODE = struct.Struct("=IIIIQII")
+_STACK = struct.Struct("=IIQIIII")
+_PARTS = {2: "name", 3: "file", 4: "lines"}
+_ASK_KIND, _CODE_KIND, _STACK_KIND = 1, 5, 6
+_FLAG_WAITING, _FLAG_TRUNCATED = 4, 8
+_THREAD_BLOCK, _BLOCK = 256, 128
+_SET_BPF = 0x40042408  # PERF_EVENT_IOC_SET_BPF
+_RECORD_LIMIT = 8192  # bytes; none is longer
+_COMPARED = 4096  # bytes of the table of counts that are compared at once
+
+
+class _Control(ctypes.Structure):
+    """struct python_control of bpf/include/python_walk.h."""
+
+    _fields_ = [
+        ("next_stack", ctypes.c_uint64),
+        ("floor", ctypes.c_uint64),
+        ("limit", ctypes.c_uint64),
+        ("next_code", ctypes.c_uint64),
+        ("next_space", ctypes.c_uint64),
+        ("visit_ns", ctypes.c_uint64),
+        ("namespace", ctypes.c_uint64),
+        ("level", ctypes.c_uint32),
+        ("all", ctypes.c_uint32),
+        ("by_process", ctypes.c_uint32),
+        ("period_ns", ctypes.c_uint32),
+        ("seed_a", ctypes.c_uint64),
+        ("seed_b", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("unaccountable", ctypes.c_uint64),
+    ]
+
+
+class _InstalledLayout(ctypes.Structure):
+    """struct installed_layout there: a layout, and how many bytes have to be read for all of it."""
+
+    _fields_ = [
+        ("at", Layout),
+        ("thread_bytes", ctypes.c_uint32),
+        ("frame_bytes", ctypes.c_uint32),
+        ("code_from", ctypes.c_uint32),
+        ("code_bytes", ctypes.c_uint32),
+    ]
+
+
+class Ask(NamedTuple):
+    """Which interpreter does this process run?"""
+
+    slot: int
+    space: int  # its address space, shared with what it forks
+    host_pid: int
+    pid: int  # as this process's /proc has it; 0: not visible there
+    tid: int  # a thread of it that lives
+    tries: int
+
+
+class Part(NamedTuple):
+    """A string of a code object, or a piece of its line table."""
+
+    kind: str  # name | file | lines
+    code: int
+    length: int  # characters of the whole string; bytes of a piece
+    state: int  # the string's state word; where in the table the piece belongs
+    data: bytes
+
+
+class Code(NamedTuple):
+    """A code object, all parts of which have come."""
+
+    code: int
+    layout: int
+    first_line: int
+    lines: int  # address of the line table's bytes
+    lines_length: int
+    pid: int
+
+
+class Stack(NamedTuple):
+    """A stack that is counted as number `id`."""
+
+    id: int
+    slot: int
+    pid: int
+    layout: int
+    gil: str
+    waiting: bool
+    truncated: bool
+    frames: tuple[int, ...]  # code << 32 | offset of the instruction in bytes; innermost first
+
+
+Record = Ask | Part | Code | Stack
+
+
+def decode(record: bytes) -> Record | None:
+    """A record from the ring buffer; None when it is none."""
+    try:
+        (kind,) = _U32.unpack_from(record)
+        if kind == _STACK_KIND:
+            _, slot, number, pid, layout, flags, depth = _STACK.unpack_from(record)
+            frames = struct.unpack_from(f"={depth & 0xFF}Q", record, _STACK.size)
+            waiting, truncated = bool(flags & _FLAG_WAITING), bool(flags & _FLAG_TRUNCATED)
+            return Stack(number, slot, pid, layout, GIL[flags & 3], waiting, truncated, frames)
+        if kind in _PARTS:
+            _, code, length, state = _PART.unpack_from(record)
+            return Part(_PARTS[kind], code, length, state, record[_PART.size :])
+        if kind == _CODE_KIND:
+            return Code(*_CODE.unpack_from(record)[1:])
+        if kind == _ASK_KIND:
+            _, slot, space, host_pid, pid, tid, tries = _ASK.unpack_from(record)
+            return Ask(slot, space, host_pid, pid, tid, tries)
+    except struct.error:
+        pass  # cut short
+    return None
+
+
+class PythonStacks:
+    """The programs, loaded and sampling. Records go to `handle` on consume()."""
+
+    def __init__(
+        self, handle: Callable[[Record], None], rate_hz: int, lifecycle: Lifecycle | None = None
+    ) -> None:
+        """Sample jobs' processes by the slots of `lifecycle`; without it, those that are named by want().
+
+        Raises UnavailableError, or BpfError where the kernel refuses.
+        """
+        self._lifecycle = lifecycle
+        self._slots_in_use = (0,)
+        self._layouts: dict[bytes, int] = {}
+        self._enabled: dict[int, int] = {}  # what the clocks of the CPUs stood at
+        self._pending_floor = 0
+        self._seen = bytearray(MAX_STACKS * _COUNT.size)
+        clock = partial(perf.open_counter, frequency=rate_hz)
+        self._events = perf.OpenCounters([perf.SOFTWARE["cpu-clock"]], clock)
+        self._object = libbpf.load_shrinking(self._set_up)
+        self._waits: libbpf.Object | None = None
+        try:
+            maps = self._object.maps
+            self._slots = maps["python_slots"].mapped(MAX_SLOTS * _SLOT_SIZE)
+            self._counts = maps["counts"].mapped(MAX_STACKS * _COUNT.size)
+            self._control = _Control.from_buffer(maps["control"].mapped(ctypes.sizeof(_Control)))
+            self._control.limit = MAX_STACKS
+            self._control.period_ns = round(1e9 / rate_hz)
+            self._control.by_process = lifecycle is None
+            self._control.seed_a, self._control.seed_b = secrets.randbits(64), secrets.randbits(64)
+            self._object.programs["identify"].run()
+
+            def received(data: bytes) -> None:
+                record = decode(data)
+                if record is not None:
+                    handle(record)
+
+            self._ring = libbpf.RingBuffer(maps["python_records"], received, limit=_RECORD_LIMIT)
+            self.fd = self._ring.fd
+            for name in ("on_python_fork", "on_python_exec", "on_python_exit"):
+                self._object.programs[name].attach()
+            self.follow_cpus()
+            if not self._events.descriptors:
+                reasons = [*self._events.refused.values(), *self._events.missing.values(), "none is online"]
+                raise UnavailableError(f"no CPU can be sampled: {reasons[0]}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, divisor: int) -> libbpf.Object:
+        made = libbpf.Object("python_stacks")
+        if self._lifecycle is None:
+            made.configure(Configuration(0, 0, 0, cpus.count()))
+            made.resize("slots", 1)
+            made.resize("totals", 1)
+        else:
+            made.configure(self._lifecycle.configuration)
+            made.share(self._lifecycle.maps["slots"])
+            made.share(self._lifecycle.maps["totals"])
+        made.resize("python_records", 2 * 1024 * 1024 // divisor)
+        made.resize("codes", 32768 // divisor)
+        return made
+
+    def load_waits(self) -> None:
+        """Load what visit() needs; raises BpfError where this kernel cannot do it."""
+        self._waits = libbpf.Object("python_waits")
+        self._waits.configure(
+            self._lifecycle.configuration if self._lifecycle else Configuration(0, 0, 0, cpus.count())
+        )
+        for name, shared in self._object.maps.items():
+            if name != "walks" and not name.endswith(".rodata"):
+                self._waits.share(shared)
+        self._waits.load()
+        self._waits.programs["on_visit"].attach()
+
+    def visit(self, stands_for_ns: int) -> None:
+        """Read the stacks of all threads that wait; each visit stands for so much of their time."""
+        if self._waits is not None:
+            self._control.visit_ns = stands_for_ns
+            self._waits.programs["on_visit"].iterate()
+
+    @property
+    def programs(self) -> dict[str, libbpf.Program]:
+        """By name."""
+        return {**self._object.programs, **(self._waits.programs if self._waits else {})}
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """CPUs that are not sampled, and why."""
+        return self._events.missing
+
+    @property
+    def level(self) -> int:
+        """How many process id namespaces lie between the host's and this process's own."""
+        return int(self._control.level)
+
+    @property
+    def unaccountable(self) -> int:
+        """Samples of jobs for which there was no row to count them in."""
+        return int(self._control.unaccountable)
+
+    def follow_cpus(self) -> None:
+        """Sample CPUs that came. A perf event dies with its CPU, and stays dead when that comes back."""
+        dead = set()
+        for (_, cpu), fd in self._events.descriptors.items():
+            with suppress(OSError):
+                enabled = perf.read_counter(fd).enabled_ns
+                if enabled == self._enabled.get(cpu):
+                    dead.add(cpu)
+                self._enabled[cpu] = enabled
+        for cpu in self._events.update(cpus.online(), dead):
+            self._enabled.pop(cpu, None)
+            fcntl.ioctl(
+                self._events.descriptors["cpu-clock", cpu], _SET_BPF, self._object.programs["on_sample"].fd
+            )
+
+    # ---- who is looked at
+
+    def select(self, default: bool, exceptions: dict[int, bool]) -> None:
+        """Look at the jobs of all slots, or of none, but for the exceptions."""
+        self._control.all = default
+        for slot in range(MAX_SLOTS):
+            wanted = exceptions.get(slot)
+            value = 0 if wanted is None else 1 if wanted else 2
+            at = slot * _SLOT_SIZE + _SELECTED_OFFSET
+            if _U32.unpack_from(self._slots, at)[0] != value:
+                _U32.pack_into(self._slots, at, value)
+
+    def want(self, pid: int) -> None:
+        """Look at this process, as /proc here has it, and at what it forks."""
+        self._object.maps["wanted"].update(_U32.pack(pid), _U32.pack(1))
+
+    # ---- what is known of them
+
+    def is_in(self, host_pid: int, space: int) -> bool:
+        """Whether the process still is in that address space, and has not executed another program."""
+        known = self._object.maps["processes"].lookup(_U32.pack(host_pid), _PROCESS.size)
+        return known is not None and _PROCESS.unpack(known)[0] == space
+
+    def install(self, layout: Layout) -> int:
+        """A number by which answer() refers to `layout`; raises UnavailableError when there are too many."""
+        key = bytes(layout)
+        number = self._layouts.get(key)
+        if number is None:
+            number = len(self._layouts)
+            if number >= _MAX_LAYOUTS:
+                raise UnavailableError(f"more than {_MAX_LAYOUTS} kinds of interpreter")
+            self._object.maps["layouts"].update(_U32.pack(number), bytes(installed(layout)))
+            self._layouts[key] = number
+        return number
+
+    def answer(self, space: int, outcome: str, runtime: int = 0, layout: int = 0) -> None:
+        """Processes in `space` can be walked ("resolved"), or every sample of them is `outcome`."""
+        key = _PROCESS.pack(space)
+        known = self._object.maps["spaces"].lookup(key, _SPACE.size)
+        if known is not None:
+            _, _, _, again_ns, tries, _ = _SPACE.unpack(known)
+            state = OUTCOMES.index(outcome)
+            row = _SPACE.pack(runtime, state, layout, again_ns, tries, 0)
+            self._object.maps["spaces"].update(key, row)
+
+    # ---- what was seen
+
+    def consume(self) -> int:
+        """Handle all records there are; returns their number."""
+        return self._ring.consume()
+
+    def outcomes(self, slot: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Samples on a CPU, and visits to waiting threads, by outcome (see OUTCOMES), since the beginning."""
+        row = _OUTCOMES.unpack_from(self._slots, slot * _SLOT_SIZE)
+        return row[: len(OUTCOMES)], row[len(OUTCOMES) :]
+
+    @property
+    def oldest(self) -> int:
+        """Stacks with a lower number will not be counted again."""
+        return int(self._control.limit) - MAX_STACKS
+
+    def counted(self) -> Iterator[tuple[int, int, int]]:
+        """(number, samples, ns) by which each stack has grown since the last time."""
+        first = self.oldest
+        for start in range(0, len(self._seen), _COMPARED):
+            block = self._counts[start : start + _COMPARED]
+            if block == self._seen[start : start + _COMPARED]:
+                continue
+            for at in range(0, _COMPARED, _COUNT.size):
+                samples, ns = _COUNT.unpack_from(block, at)
+                had, had_ns = _COUNT.unpack_from(self._seen, start + at)
+                if samples != had or ns != had_ns:
+                    row = (start + at) // _COUNT.size
+                    yield first + (row - first) % MAX_STACKS, samples - had, ns - had_ns
+            self._seen[start : start + _COMPARED] = block
+
+    def recycle(self) -> None:
+        """Free the rows of stacks that are no longer counted; to be called after counted(), once a drain.
+
+        In two steps with a drain in between: first no program finds the old numbers any more, and when
+        none can be at it any more and everything is read, their rows are cleared and given out again.
+        """
+        if self._pending_floor:
+            for number in range(self.oldest, self._pending_floor):
+                at = number % MAX_STACKS * _COUNT.size
+                _COUNT.pack_into(self._counts, at, 0, 0)
+                _COUNT.pack_into(self._seen, at, 0, 0)
+            self._control.limit = self._pending_floor + MAX_STACKS
+            self._pending_floor = 0
+        elif self._control.next_stack - self.oldest > MAX_STACKS // 2:
+            self.renew()
+
+    def renew(self) -> None:
+        """Count every stack under a new number from now on."""
+        self._pending_floor = min(int(self._control.next_stack), int(self._control.limit))
+        self._control.floor = self._pending_floor
+
+    def forget_codes(self) -> int:
+        """Have all code objects described anew; those up to the number returned are not referred to again
+        by stacks that are counted after renew().
+        """
+        last = int(self._control.next_code)
+        self._control.epoch += 1
+        return last
+
+    def close(self) -> None:
+        """Take everything out of the kernel; safe to call twice."""
+        self._events.close()
+        if self._waits is not None:
+            self._waits.close()
+        if hasattr(self, "_ring"):
+            self._ring.close()
+        self._object.close()
+
+
+def installed(layout: Layout) -> _InstalledLayout:
+    """`layout` and the sizes of what must be read; raises UnavailableError where they are too large."""
+
+    def end(names: tuple[str, ...], size: int = 8) -> int:
+        return max(int(at) for name in names if (at := getattr(layout, name)) != NOWHERE) + size
+
+    frame = end(("frame_previous", "frame_code", "frame_instruction", "frame_bytecode"))
+    if layout.frame_owner != NOWHERE:
+        frame = max(frame, layout.frame_owner + 1)
+    code_from = min(getattr(layout, name) for name in _OF_CODE) & ~7
+    made = _InstalledLayout(layout, end(_OF_THREAD), frame, code_from, end(_OF_CODE) - code_from)
+    if made.thread_bytes > _THREAD_BLOCK or made.frame_bytes > _BLOCK or made.code_bytes > _BLOCK:
+        raise UnavailableError("its structures are larger than any that is known")
+    return made
+
+
+_OF_THREAD = (
+    "thread_next",
+    "thread_interpreter",
+    "thread_id",
+    "thread_native_id",
+    "thread_status",
+    "thread_frame",
+)
+_OF_CODE = ("code_first_line", "code_file", "code_name", "code_lines")

@@ -1,0 +1,374 @@
+"""Python stacks of jobs or processes: who is looked at, and what the kernel side counts, with names.
+
+The kernel side finds threads, walks frames and counts whole stacks. It asks here which interpreter a
+process runs, and sends names, files and line tables the first time it comes across a code object.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.kernel import python_stacks as kernel
+from expanse_ebpf.kernel.libbpf import BpfError
+from expanse_ebpf.python_stacks import text
+from expanse_ebpf.python_stacks.interpreter import Interpreter, Interpreters, Reason, Refusal
+from expanse_ebpf.python_stacks.layouts import Layout, lines_format
+from expanse_ebpf.python_stacks.lines import MAX_TABLE, Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from expanse_ebpf.kernel.libbpf import Program
+    from expanse_ebpf.kernel.lifecycle import Lifecycle
+
+_MAX_LOOKUPS = 64  # of processes, between two turns of the caller's loop; the rest is asked for again
+_MAX_REFUSALS = 256
+_MAX_PARTIAL = 256  # code objects of which only some parts have come
+_MAX_CODES = 16384  # that are remembered; 0.6 KiB each, as a rule
+_MAX_TABLES = 16 << 20  # bytes of their line tables
+_MAX_CHILDREN = 1000
+_OPT_OUT = b"EXPANSE_PROFILE=off"
+# Threads that wait without any Python in them are no news, and are not reported.
+_TOLD_OF_VISITS = ("unreadable", "changed", "over_budget", "lost")
+
+
+class Frame(NamedTuple):
+    """One function of a stack."""
+
+    name: str  # qualified; before 3.11 the plain name
+    file: str
+    line: int | None  # being executed; None: not known
+    first_line: int
+
+
+class Stack(NamedTuple):
+    """Where a thread was."""
+
+    slot: int  # of its job; 0 without a lifecycle
+    pid: int  # as /proc here has it; 0: not known
+    waiting: bool  # else on a CPU
+    gil: str  # "held", "waiting", "released"; "": there is none, or it is not known
+    python: str  # "3.11"; "3.14t" is free-threaded
+    truncated: bool  # deeper than can be read: outer frames are missing
+    frames: tuple[Frame, ...]  # innermost first
+    unresolved: str  # why there are no frames: one of kernel.OUTCOMES; "" when there are
+
+
+class Count(NamedTuple):
+    """What a stack has grown by since the last drain."""
+
+    stack: Stack
+    samples: int  # on a CPU: samples; waiting: visits
+    ns: int  # what they stand for
+
+
+class _Code:
+    """A code object."""
+
+    __slots__ = ("_frames", "file", "first_line", "lines", "name", "python")
+
+    def __init__(self, name: str, file: str, first_line: int, lines: Lines, python: str) -> None:
+        self.name = name
+        self.file = file
+        self.first_line = first_line
+        self.lines = lines
+        self.python = python
+        self._frames: dict[int, Frame] = {}
+
+    def frame(self, offset: int) -> Frame:
+        """The frame that executes the instruction at `offset`."""
+        known = self._frames.get(offset)
+        if known is None:
+            line = self.lines.line(offset)
+            known = self._frames[offset] = Frame(self.name, self.file, line, max(0, self.first_line))
+        return known
+
+
+class Sampler:
+    """Samples the Python stacks of jobs (with `lifecycle`) or of processes that are named.
+
+    Running threads by a clock on every CPU, waiting ones whenever visit() is called. Raises
+    UnavailableError, or BpfError where the kernel refuses.
+    """
+
+    def __init__(self, *, rate_hz: int = 49, waits_hz: int = 4, lifecycle: Lifecycle | None = None) -> None:
+        """`waits_hz` 0 leaves waiting threads out."""
+        self.period_ns = round(1e9 / rate_hz)
+        self.unavailable: dict[str, str] = {}  # parts that are missing, and why
+        self.refusals: dict[int, Refusal] = {}  # by pid, the newest last
+        self._lifecycle = lifecycle
+        self._interpreters = Interpreters()
+        self._asks: list[kernel.Ask] = []
+        self._layouts: list[Layout] = []
+        self._parts: dict[int, dict[str, list[kernel.Part]]] = {}
+        self._codes: dict[int, _Code] = {}
+        self._tables = 0  # bytes
+        self._last_old_code = 0  # codes up to this number are to be forgotten
+        self._records: dict[int, kernel.Stack] = {}
+        self._stacks: dict[int, Stack] = {}
+        self._outcomes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._longest_visit_ns = round(2e9 / waits_hz) if waits_hz else 0
+        self._kernel = kernel.PythonStacks(self._received, rate_hz, lifecycle)
+        self.fd = self._kernel.fd  # readable: call consume()
+        if waits_hz:
+            try:
+                self._kernel.load_waits()
+            except BpfError as error:
+                self.unavailable["waiting"] = f"waiting threads are not seen: {error}; needs Linux 5.18"
+        self._last_visit = time.monotonic_ns()
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        """The BPF programs, by name."""
+        return self._kernel.programs
+
+    @property
+    def namespace_level(self) -> int:
+        """How many process id namespaces lie between the host's and this process's own."""
+        return self._kernel.level
+
+    # ---- who is looked at
+
+    def select_slots(self, default: bool, exceptions: Mapping[int, bool]) -> None:
+        """Look at the jobs of all slots (`default`) or of none, but for the exceptions."""
+        self._kernel.select(default, dict(exceptions))
+
+    def select_pid(self, pid: int) -> None:
+        """Look at a process, at what it has forked and at what it will fork."""
+        for each in family(pid):
+            self._kernel.want(each)
+
+    # ---- what the kernel side says
+
+    def consume(self) -> None:
+        """Answer the kernel side's questions; to be called when `fd` is readable."""
+        self._kernel.consume()
+        asks, self._asks = self._asks[:_MAX_LOOKUPS], []
+        for ask in asks:
+            self._look_up(ask)
+
+    def _received(self, record: kernel.Record) -> None:
+        if isinstance(record, kernel.Stack):
+            self._records[record.id] = record
+        elif isinstance(record, kernel.Part):
+            if record.code not in self._parts and len(self._parts) >= _MAX_PARTIAL:
+                del self._parts[next(iter(self._parts))]
+            self._parts.setdefault(record.code, {}).setdefault(record.kind, []).append(record)
+        elif isinstance(record, kernel.Code):
+            self._complete(record)
+        else:
+            self._asks.append(record)
+
+    def _complete(self, record: kernel.Code) -> None:
+        parts = self._parts.pop(record.code, {})
+        if not {"name", "file"} <= parts.keys() or record.layout >= len(self._layouts):
+            return
+        layout = self._layouts[record.layout]
+        name, file = (_decode(parts[kind][0], layout) for kind in ("name", "file"))
+        table = b"".join(part.data for part in parts.get("lines", ()))
+        if len(table) < record.lines_length:
+            table = _whole_table(record, table)
+        complete = len(table) == record.lines_length
+        lines = Lines(table, lines_format(layout.minor), record.first_line, complete)
+        self._tables += len(table)
+        self._codes[record.code] = _Code(name, file, record.first_line, lines, _python(layout))
+
+    def _look_up(self, ask: kernel.Ask) -> None:
+        if not ask.pid:
+            self._refuse(ask, Refusal(Reason.UNREADABLE, "its process id namespace is not seen from here"))
+            return
+        found = self._interpreters.find(ask.pid, ask.tid or None)
+        if isinstance(found, Refusal):
+            self._refuse(ask, found)
+            return
+        opted_out = _opted_out(ask.pid, ask.tid or ask.pid)
+        # If it has executed another program meanwhile, what was found may be that one's.
+        if not self._kernel.is_in(ask.host_pid, ask.space):
+            return
+        if opted_out:
+            self._refuse(ask, Refusal(Reason.OPTED_OUT, "EXPANSE_PROFILE=off is in its environment"))
+            return
+        try:
+            layout = self._kernel.install(found.layout)
+        except UnavailableError as error:
+            self._refuse(ask, Refusal(Reason.UNSUPPORTED, f"{_named(found)}: {error}"))
+            return
+        if layout == len(self._layouts):
+            self._layouts.append(found.layout)
+        self._kernel.answer(ask.space, "resolved", found.runtime, layout)
+        self.refusals.pop(ask.pid, None)
+
+    def _refuse(self, ask: kernel.Ask, refusal: Refusal) -> None:
+        self.refusals.pop(ask.pid, None)
+        self.refusals[ask.pid] = refusal
+        if len(self.refusals) > _MAX_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
+        outcome = _OUTCOMES.get(refusal.reason)
+        if outcome is not None and self._kernel.is_in(ask.host_pid, ask.space):
+            self._kernel.answer(ask.space, outcome)
+
+    # ---- what was seen
+
+    def visit(self) -> None:
+        """Read the stacks of all threads that wait. Each stands for the time since the last visit."""
+        now = time.monotonic_ns()
+        stands_for, self._last_visit = now - self._last_visit, now
+        if "waiting" in self.unavailable:
+            return
+        try:
+            self._kernel.visit(min(stands_for, self._longest_visit_ns))
+        except (BpfError, OSError) as error:
+            self.unavailable["waiting"] = f"waiting threads are no longer seen: {error}"
+
+    def drain(self) -> list[Count]:
+        """What has been counted since the last time; to be called about once a second."""
+        # In this order: a stack is described before it is counted.
+        grown = list(self._kernel.counted())
+        self.consume()
+        counts = []
+        for number, samples, ns in grown:
+            counts.append(Count(self._stack(number), samples, ns))
+        counts += self._unresolved()
+        self._tidy()
+        self._kernel.follow_cpus()
+        self._tell("cpus", self._kernel.missing and f"not sampled: CPU {_listed(self._kernel.missing)}")
+        lost = self._kernel.unaccountable
+        self._tell("samples", lost and f"{lost} samples could not be booked to any job")
+        return counts
+
+    def _tell(self, part: str, why: object) -> None:
+        if why:
+            self.unavailable[part] = str(why)
+        else:
+            self.unavailable.pop(part, None)
+
+    def _stack(self, number: int) -> Stack:
+        known = self._stacks.get(number)
+        if known is None:
+            record = self._records.pop(number, None)
+            if record is None:
+                return Stack(0, 0, False, "", "", False, (), "lost")
+            known = self._stacks[number] = self._named(record)
+        return known
+
+    def _named(self, record: kernel.Stack) -> Stack:
+        frames = []
+        for place in record.frames:
+            code = self._codes.get(place >> 32)
+            if code is None:  # one of its parts did not come through
+                return Stack(record.slot, record.pid, record.waiting, "", "", False, (), "lost")
+            frames.append(code.frame(place & 0xFFFFFFFF))
+        layout = self._layouts[record.layout] if record.layout < len(self._layouts) else None
+        python = _python(layout) if layout else ""
+        return Stack(
+            *(record.slot, record.pid, record.waiting, record.gil, python, record.truncated),
+            tuple(frames),
+            "",
+        )
+
+    def _unresolved(self) -> list[Count]:
+        counts = []
+        slots = self._lifecycle.slots.given if self._lifecycle else (0,)
+        none = (0,) * len(kernel.OUTCOMES)
+        for slot in slots:
+            now = self._kernel.outcomes(slot)
+            before = self._outcomes.get(slot, (none, none))
+            if now == before:
+                continue
+            self._outcomes[slot] = now
+            for i, reason in enumerate(kernel.OUTCOMES[1:], 1):
+                samples, visits = now[0][i] - before[0][i], now[1][i] - before[1][i]
+                if samples:
+                    stack = Stack(slot, 0, False, "", "", False, (), reason)
+                    counts.append(Count(stack, samples, samples * self.period_ns))
+                if visits and reason in _TOLD_OF_VISITS:
+                    stack = Stack(slot, 0, True, "", "", False, (), reason)
+                    counts.append(Count(stack, visits, visits * self._longest_visit_ns // 2))
+        return counts
+
+    def samples(self, slot: int) -> int:
+        """Samples taken of the job in `slot` since the beginning, resolved or not."""
+        return sum(self._kernel.outcomes(slot)[0])
+
+    def _tidy(self) -> None:
+        """Forget stacks that are not counted any more, and all code objects once they are too many."""
+        oldest = self._kernel.oldest
+        self._kernel.recycle()
+        if self._kernel.oldest != oldest:
+            for table in (self._records, self._stacks):
+                for number in [n for n in table if n < self._kernel.oldest]:
+                    del table[number]
+            for number in [n for n in self._codes if n <= self._last_old_code]:
+                del self._codes[number]
+            self._last_old_code = 0
+        elif not self._last_old_code and (len(self._codes) > _MAX_CODES or self._tables > _MAX_TABLES):
+            self._last_old_code = self._kernel.forget_codes()
+            self._tables = 0
+            self._kernel.renew()
+
+    def close(self) -> None:
+        """Take everything out of the kernel; safe to call twice."""
+        self._kernel.close()
+
+
+_OUTCOMES = {
+    Reason.NOT_PYTHON: "not_python",
+    Reason.UNSUPPORTED: "unsupported",
+    Reason.UNREADABLE: "unreadable",
+    Reason.NOT_PERMITTED: "unreadable",
+    Reason.OPTED_OUT: "opted_out",
+}
+
+
+def family(pid: int, proc: str = "/proc") -> list[int]:
+    """The process and its descendants, parents first."""
+    found = [pid]
+    for each in found:
+        if len(found) > _MAX_CHILDREN:
+            break
+        with suppress(OSError):
+            for thread in Path(f"{proc}/{each}/task").iterdir():
+                with suppress(OSError):
+                    found += [int(child) for child in (thread / "children").read_bytes().split()]
+    return found
+
+
+def _decode(part: kernel.Part, layout: Layout) -> str:
+    kind = part.state >> layout.text_kind_shift & 7
+    whole = len(part.data) >= part.length * kind
+    return text.decode(part.data, part.length, kind, bool(part.state & layout.text_ascii), not whole)
+
+
+def _whole_table(record: kernel.Code, beginning: bytes) -> bytes:
+    """A line table that is longer than what the kernel side sends, if the process still has it."""
+    size = min(record.lines_length, MAX_TABLE)
+    with suppress(OSError), open(f"/proc/{record.pid}/mem", "rb", buffering=0) as memory:
+        table = os.pread(memory.fileno(), size, record.lines)
+        if table.startswith(beginning):
+            return table
+    return beginning
+
+
+def _opted_out(pid: int, tid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/task/{tid}/environ", "rb") as file:
+            return _OPT_OUT in file.read(1 << 20).split(b"\0")
+    except OSError:
+        return False
+
+
+def _python(layout: Layout) -> str:
+    return f"3.{layout.minor}{'t' if layout.free_threaded else ''}"
+
+
+def _named(interpreter: Interpreter) -> str:
+    return f"Python {interpreter.version}"
+
+
+def _listed(missing: Mapping[int, str]) -> str:
+    return f"{', '.join(map(str, sorted(missing)))}: {next(iter(missing.values()))}"
