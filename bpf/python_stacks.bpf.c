@@ -9,6 +9,22 @@
 #include "python_walk.h"
 
 struct {
+	__uint(type, BPF_MAP_TYPE_QUEUE);
+	__uint(max_entries, MAX_STACKS);
+	__type(value, u32);
+} free_rows SEC(".maps");
+
+static __always_inline bool take_row(u32 *row, struct python_control *shared)
+{
+	return !bpf_map_pop_elem(&free_rows, row);
+}
+
+static __always_inline void give_back_row(u32 *row, struct python_control *shared)
+{
+	bpf_map_push_elem(&free_rows, row, 0);
+}
+
+struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1);
 	__type(key, u32);
@@ -26,7 +42,7 @@ static __always_inline struct walk *the_walk(void)
  * Functions of their own, and not static: the verifier looks at each once, and takes its result for
  * anything. So loops of them stay small for it, on every kernel.
  */
-__noinline int next_thread(u32 unused)
+__noinline int next_thread(void)
 {
 	struct walk *walk = the_walk();
 
@@ -43,24 +59,43 @@ __noinline int describe_code(u32 slot)
 		return LOST;
 	if (!affordable(row, walk->now, &row->codes, MAX_NEW_CODES))
 		return OVER_BUDGET;
-	outcome = describe(walk, NULL);
+	outcome = describe(walk, NULL, bpf_get_smp_processor_id() & (MAX_CPUS - 1));
 	__sync_fetch_and_add(&row->codes, walk->table_kib);
 	return outcome;
 }
 
-__noinline int next_frame(u32 unused)
+__noinline int next_frame(void)
 {
 	struct walk *walk = the_walk();
 
 	return walk ? FRAME_STEP(walk, NULL, describe_code(walk->slot)) : 1;
 }
 
+__noinline int find_thread(void)
+{
+	u32 i;
+
+	for (i = 0; i < MAX_THREADS; i++)
+		if (next_thread())
+			break;
+	return 0;
+}
+
+__noinline int walk_frames(void)
+{
+	u32 i;
+
+	for (i = 0; i < MAX_STEPS; i++)
+		if (next_frame())
+			break;
+	return 0;
+}
+
 static __always_inline u32 sample(struct task_struct *task, u32 host_pid, u32 host_tid, u32 slot,
 				  struct python_slot *row, struct python_control *shared)
 {
 	struct walk *walk = the_walk();
-	u64 number;
-	u32 outcome, i;
+	u32 outcome, row_of_stack;
 
 	if (!walk)
 		return LOST;
@@ -68,19 +103,15 @@ static __always_inline u32 sample(struct task_struct *task, u32 host_pid, u32 ho
 	if (outcome != RESOLVED)
 		return outcome;
 	if (!search_begin(walk, NULL, host_tid))
-		for (i = 0; i < MAX_THREADS; i++)
-			if (next_thread(0))
-				break;
+		find_thread();
 	outcome = search_end(walk, NULL, host_tid);
 	if (outcome != RESOLVED)
 		return outcome;
 	walk->stack.flags = gil_of(walk, NULL, 0);
-	for (i = 0; i < MAX_STEPS; i++)
-		if (next_frame(0))
-			break;
+	walk_frames();
 	if (walk->outcome != RESOLVED)
 		return walk->outcome;
-	return count(walk, row, shared, shared->period_ns, &number);
+	return count(walk, row, shared, shared->period_ns, &row_of_stack);
 }
 
 SEC("perf_event")
@@ -157,11 +188,10 @@ int BPF_PROG(on_python_exec, struct task_struct *task)
 			bpf_map_delete_elem(&processes, &host_pid);
 		return 0;
 	}
-	id = new_space(host_pid, shared);
+	id = new_space(host_pid);
 	space = bpf_map_lookup_elem(&spaces, &id);
 	if (space)
-		ask(space, id, (struct task_struct *)bpf_get_current_task(), slot, row, shared,
-		    bpf_ktime_get_ns());
+		ask(space, id, (struct task_struct *)bpf_get_current_task(), slot, row, shared, bpf_ktime_get_ns());
 	return 0;
 }
 
@@ -175,7 +205,7 @@ int BPF_PROG(on_python_exit, struct task_struct *task)
 	if (!shared || task->signal->live.counter != 0 || !bpf_map_lookup_elem(&processes, &host_pid))
 		return 0;
 	bpf_map_delete_elem(&processes, &host_pid);
-	id = visible_id(task->group_leader->thread_pid, shared);
+	id = visible_id(BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), group_leader, thread_pid), shared);
 	bpf_map_delete_elem(&wanted, &id);
 	return 0;
 }

@@ -4,9 +4,39 @@
  * that sleeps is counted with the stack it sleeps in. Nothing is stopped. A thread that has not run since
  * the last visit has the same stack and is not read again.
  */
-#define READ(destination, size, address)                                                                       \
-	bpf_copy_from_user_task(destination, size, (const void *)(address), task, 0)
+#define READ(destination, size, address) bpf_copy_from_user_task(destination, size, (const void *)(address), task, 0)
 #include "python_walk.h"
+
+#define MAX_VISIT_ROWS 4096
+
+/*
+ * Not a queue like the sampler's, which a program that may sleep cannot use before 6.4. There is one reader
+ * at a time. Mapped by user space: row number i that is given out is at i % MAX_VISIT_ROWS.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, MAX_VISIT_ROWS);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, u32);
+	__type(value, u64);
+} visit_rows SEC(".maps");
+
+static __always_inline bool take_row(u32 *row, struct python_control *shared)
+{
+	u32 key = shared->visit_rows_taken & (MAX_VISIT_ROWS - 1);
+	u64 *free = bpf_map_lookup_elem(&visit_rows, &key);
+
+	if (!free || shared->visit_rows_taken == shared->visit_rows_up)
+		return false;
+	shared->visit_rows_taken++;
+	*row = *free;
+	return true;
+}
+
+static __always_inline void give_back_row(u32 *row, struct python_control *shared)
+{
+	shared->visit_rows_taken--;
+}
 
 #define TASK_SLEEPING 3 /* interruptible or not */
 #define PF_KTHREAD 0x200000
@@ -31,7 +61,8 @@ struct {
 struct seen {
 	u64 switches;
 	u64 space;
-	u64 stack;
+	u32 stack_epoch;
+	u32 row;
 };
 
 struct {
@@ -58,7 +89,7 @@ static __noinline u32 describe_code(struct walk *walk, struct task_struct *task,
 
 	if (!affordable(row, walk->now, &row->codes, MAX_NEW_CODES))
 		return OVER_BUDGET;
-	outcome = describe(walk, task);
+	outcome = describe(walk, task, MAX_CPUS);
 	__sync_fetch_and_add(&row->codes, walk->table_kib);
 	return outcome;
 }
@@ -101,8 +132,8 @@ static __always_inline u32 visit_thread(struct task_struct *task, u32 slot, stru
 {
 	u32 key = 0, host_pid = task->tgid, host_tid = task->pid, outcome;
 	struct walk *walk = bpf_map_lookup_elem(&visits, &key);
-	struct visit visit = { .walk = walk, .task = task, .row = row };
-	struct seen now = { .switches = switches };
+	struct visit visit = {.walk = walk, .task = task, .row = row};
+	struct seen now = {.switches = switches, .stack_epoch = shared->stack_epoch};
 
 	if (!walk)
 		return LOST;
@@ -121,7 +152,7 @@ static __always_inline u32 visit_thread(struct task_struct *task, u32 slot, stru
 		return CHANGED;
 	if (walk->outcome != RESOLVED)
 		return walk->outcome;
-	outcome = count(walk, row, shared, shared->visit_ns, &now.stack);
+	outcome = count(walk, row, shared, shared->visit_ns, &now.row);
 	if (outcome == RESOLVED) {
 		now.space = walk->space;
 		bpf_map_update_elem(&seen_threads, &host_tid, &now, 0);
@@ -134,19 +165,9 @@ static __always_inline bool unchanged(u32 host_tid, u32 host_pid, struct python_
 {
 	struct seen *last = bpf_map_lookup_elem(&seen_threads, &host_tid);
 	struct process *process = bpf_map_lookup_elem(&processes, &host_pid);
-	struct stack_count *total;
-	u32 index;
 
-	if (!last || !process || last->switches != switches || last->space != process->space ||
-	    last->stack < shared->floor)
-		return false;
-	index = last->stack & (MAX_STACKS - 1);
-	total = bpf_map_lookup_elem(&counts, &index);
-	if (!total)
-		return false;
-	__sync_fetch_and_add(&total->samples, 1);
-	__sync_fetch_and_add(&total->ns, shared->visit_ns);
-	return true;
+	return last && process && last->switches == switches && last->space == process->space &&
+	       last->stack_epoch == shared->stack_epoch && add_to(last->row, shared->visit_ns) == RESOLVED;
 }
 
 SEC("iter.s/task")
@@ -172,9 +193,8 @@ int on_visit(struct bpf_iter__task *context)
 	if (!row || (!shared->by_process && !selected(row, shared)))
 		return 0;
 	switches = switches_of(task);
-	outcome = unchanged(task->pid, task->tgid, shared, switches) ?
-			  RESOLVED :
-			  visit_thread(task, slot, row, shared, switches);
+	outcome = unchanged(task->pid, task->tgid, shared, switches) ? RESOLVED
+								     : visit_thread(task, slot, row, shared, switches);
 	__sync_fetch_and_add(&row->visits[outcome & (OUTCOMES - 1)], 1);
 	return 0;
 }

@@ -14,16 +14,14 @@
 #include "job_slots.h"
 #include "python_layout.h"
 
-#define EEXIST 17
-
-#define MAX_FRAMES 128	     /* of a stack, innermost first; what lies further out is cut */
-#define MAX_STEPS 320	     /* frames looked at, those that are no Python function's included */
-#define MAX_THREADS 1024     /* thread states looked at to find one */
+#define MAX_FRAMES 128	 /* of a stack, innermost first; what lies further out is cut */
+#define MAX_STEPS 320	 /* frames looked at, those that are no Python function's included */
+#define MAX_THREADS 1024 /* thread states looked at to find one */
 #define MAX_INTERPRETERS 16
 #define MAX_TEXT 1020	     /* bytes of a string: a multiple of every character size */
-#define MAX_LINES_CHUNK 4096 /* bytes of a line table in one record */
-#define MAX_LINES_CHUNKS 16
-#define MAX_STACKS 32768
+#define MAX_LINES_CHUNK 4088 /* bytes of a line table in one record */
+#define MAX_LINES_CHUNKS 17
+#define MAX_STACKS 16384 /* rows of the table of counts */
 #define MAX_LAYOUTS 64
 
 /* What one job may have looked up and described in a second; more is counted as over budget. */
@@ -34,16 +32,16 @@
 /* What became of a sample. The order is that of kernel/python_stacks.py. */
 enum outcome {
 	RESOLVED,
-	STARTING,      /* which interpreter the process runs is not known yet */
+	STARTING, /* which interpreter the process runs is not known yet */
 	NOT_PYTHON,
 	UNSUPPORTED,
 	OPTED_OUT,
 	NATIVE_THREAD, /* a thread of a Python process that has no thread state */
 	NO_FRAMES,     /* a thread state, but no Python function is running */
 	UNREADABLE,
-	CHANGED,       /* what was read does not fit together */
+	CHANGED, /* what was read does not fit together */
 	OVER_BUDGET,
-	LOST,	       /* no room in the table of stacks or in the ring */
+	LOST, /* no room in the table of stacks or in the ring */
 	OUTCOMES = 16,
 };
 
@@ -75,21 +73,20 @@ struct {
 	__type(value, struct python_slot);
 } python_slots SEC(".maps");
 
-/* Shared with user space. */
+/* Mapped by user space, which writes all but the last four. */
 struct python_control {
-	u64 next_stack;	   /* ids of stacks rise for ever; row: id % MAX_STACKS */
-	u64 floor;	   /* written by user space: lower ids are not counted in any more */
-	u64 limit;	   /* written by user space: rows up to this id are free */
-	u64 next_code;
-	u64 next_space;
-	u64 visit_ns;	   /* written by user space: what a visit stands for */
-	u64 namespace;	   /* of process ids: the one that user space is in */
-	u32 level;	   /* of that namespace; 0: the host's own */
-	u32 all;	   /* written by user space: jobs are selected unless they are excepted */
-	u32 by_process;	   /* written by user space: `wanted` processes and what they fork, whatever their job */
-	u32 period_ns;	   /* written by user space: what a sample stands for */
+	u64 visit_ns; /* what a visit stands for */
 	u64 seed_a, seed_b;
-	u64 epoch;	   /* written by user space: code objects of an earlier one are described anew */
+	u32 period_ns;	   /* what a sample stands for */
+	u32 all;	   /* jobs are selected unless they are excepted */
+	u32 by_process;	   /* only `wanted` processes and what they fork, whatever their job */
+	u32 stack_epoch;   /* stacks of an earlier one get new rows */
+	u32 code_epoch;	   /* code objects of an earlier one are described anew */
+	u32 visit_rows_up; /* how many rows have ever been laid into `visit_rows`, and how many taken */
+	u32 visit_rows_taken;
+	u32 level; /* of user space's process id namespace; 0: the host's own */
+	u32 unused;
+	u64 namespace;	   /* that namespace */
 	u64 unaccountable; /* samples for which there was no row to count them in */
 };
 
@@ -141,8 +138,8 @@ struct {
 } wanted SEC(".maps");
 
 struct space {
-	u64 runtime;  /* address of _PyRuntime */
-	u32 state;    /* RESOLVED: can be walked; else the outcome of every sample */
+	u64 runtime; /* address of _PyRuntime */
+	u32 state;   /* RESOLVED: can be walked; else the outcome of every sample */
 	u32 layout;
 	u64 again_ns; /* when user space is asked the next time */
 	u32 tries;
@@ -180,7 +177,7 @@ struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 32768);
 	__type(key, struct code_key);
-	__type(value, u32);
+	__type(value, u64);
 } codes SEC(".maps");
 
 /* Two hashes with seeds of this load: nobody can make two stacks alike. */
@@ -192,10 +189,10 @@ struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, MAX_STACKS);
 	__type(key, struct stack_key);
-	__type(value, u64);
+	__type(value, u32);
 } stacks SEC(".maps");
 
-/* Mapped by user space; rows are given out once and again only when user space has read and cleared them. */
+/* Mapped by user space, which clears rows before it lays them ready for another stack. */
 struct stack_count {
 	u64 samples;
 	u64 ns;
@@ -215,8 +212,8 @@ struct {
 } python_records SEC(".maps");
 
 enum record_kind {
-	ASK = 1,   /* which interpreter does this process run? */
-	NAME = 2,  /* parts of a code object, before its CODE record */
+	ASK = 1,  /* which interpreter does this process run? */
+	NAME = 2, /* parts of a code object, before its CODE record */
 	FILE = 3,
 	LINES = 4,
 	CODE = 5,  /* all of it has been sent */
@@ -236,31 +233,35 @@ struct ask_record {
 /* A part of a code object, followed by its bytes. */
 struct part_record {
 	u32 kind;
-	u32 code;
 	u32 length; /* characters of a string; bytes of a line table */
-	u32 state;  /* of a string; offset in a line table */
+	u64 code;
+	u32 state; /* of a string; offset in a line table */
+	u32 unused;
 };
 
 struct code_record {
 	u32 kind;
-	u32 code;
 	u32 layout;
-	u32 first_line;
+	u64 code;
 	u64 lines; /* address of the line table's bytes */
 	u32 lines_length;
+	u32 first_line;
 	u32 pid;
+	u32 unused;
 };
 
 struct stack_record {
 	u32 kind;
 	u32 slot;
-	u64 id;
+	u32 row;
 	u32 pid;
 	u32 layout;
 	u32 flags; /* gil, and below */
 	u32 depth;
-	u64 frames[MAX_FRAMES]; /* code << 32 | offset of the instruction, innermost first */
+	u32 unused;
+	u64 frames[MAX_FRAMES]; /* code << OFFSET_BITS | offset of the instruction, innermost first */
 };
+#define OFFSET_BITS 24
 #define FLAG_WAITING 4
 #define FLAG_TRUNCATED 8
 #define STACK_HEADER __builtin_offsetof(struct stack_record, frames)
@@ -275,19 +276,20 @@ struct walk {
 	u64 space;
 	u64 runtime;
 	u64 thread_pointer;
-	u64 running;	   /* before 3.12: the thread state that holds the GIL, or none */
-	u64 interpreter;   /* to be looked through next */
-	u64 thread;	   /* to be looked at next, then the one that was found */
-	u64 found;	   /* belongs to the thread; attached, if any is */
-	u64 found_in;	   /* its interpreter */
-	u64 frame;	   /* to be looked at next */
+	u64 running;	 /* before 3.12: the thread state that holds the GIL, or none */
+	u64 interpreter; /* to be looked through next */
+	u64 thread;	 /* to be looked at next, then the one that was found */
+	u64 found;	 /* belongs to the thread; attached, if any is */
+	u64 found_in;	 /* its interpreter */
+	u64 frame;	 /* to be looked at next */
 	u64 hash_a, hash_b;
 	u64 name, file, lines;
+	u64 code_id;
+	u64 codes_made; /* by this walker, which lasts: the ids of code objects are its number and this */
 	u64 now;
 	u32 interpreters;
 	u32 tid; /* as the process itself knows the thread */
 	u32 outcome;
-	u32 code_id;
 	u32 first_line;
 	u32 slot;
 	u32 table_kib; /* of the line table that was sent */
@@ -295,7 +297,7 @@ struct walk {
 	u8 frame_block[BLOCK];
 	u8 code_block[BLOCK];
 	struct part_record part;
-	u8 bytes[MAX_LINES_CHUNK];
+	u8 bytes[4096];
 };
 
 static __always_inline struct python_control *the_control(void)
@@ -322,7 +324,9 @@ static __always_inline bool affordable(struct python_slot *row, u64 now, u32 *co
 		row->codes = 0;
 		row->stacks = 0;
 	}
-	return __sync_fetch_and_add(count, 1) < limit;
+	/* No value from an atomic operation before 5.12. One more or less does not matter here. */
+	__sync_fetch_and_add(count, 1);
+	return *count <= limit;
 }
 
 /* Readers wake up for questions and when the ring is half full: else they come by once a tick. */
@@ -331,6 +335,16 @@ static __always_inline u64 wake_up(void)
 	u64 full = bpf_ringbuf_query(&python_records, BPF_RB_AVAIL_DATA);
 
 	return full > 1024 * 1024 ? BPF_RB_FORCE_WAKEUP : BPF_RB_NO_WAKEUP;
+}
+
+/*
+ * `size` as it is, below a power of two that the verifier can see at the very place where it is used:
+ * what was compared before, older ones forget when the value has been in memory meanwhile.
+ */
+static __always_inline u32 below(u32 size, u32 power)
+{
+	asm volatile("" : "+r"(size));
+	return size & (power - 1);
 }
 
 static __always_inline u64 word(const u8 *block, u32 at)
@@ -401,7 +415,7 @@ static __always_inline u32 own_id(struct pid *pid)
 static __always_inline void ask(struct space *space, u64 id, struct task_struct *task, u32 slot,
 				struct python_slot *row, const struct python_control *shared, u64 now)
 {
-	struct ask_record record = { .kind = ASK, .slot = slot, .space = id, .tries = space->tries };
+	struct ask_record record = {.kind = ASK, .slot = slot, .space = id, .tries = space->tries};
 	u32 tries = space->tries < 7 ? space->tries : 7;
 
 	if (!affordable(row, now, &row->asks, MAX_ASKS))
@@ -416,10 +430,11 @@ static __always_inline void ask(struct space *space, u64 id, struct task_struct 
 }
 
 /* A new address space of process `host_pid`, of which nothing is known yet. */
-static __always_inline u64 new_space(u32 host_pid, struct python_control *shared)
+static __always_inline u64 new_space(u32 host_pid)
 {
-	struct process process = { .space = __sync_fetch_and_add(&shared->next_space, 1) + 1 };
-	struct space space = { .state = STARTING };
+	/* No other begins on this CPU at the same time. */
+	struct process process = {.space = bpf_ktime_get_ns() << 10 | bpf_get_smp_processor_id()};
+	struct space space = {.state = STARTING};
 
 	bpf_map_update_elem(&spaces, &process.space, &space, 0);
 	bpf_map_update_elem(&processes, &host_pid, &process, 0);
@@ -427,8 +442,7 @@ static __always_inline u64 new_space(u32 host_pid, struct python_control *shared
 }
 
 /* With control.by_process: whether it is one of them. */
-static __always_inline bool is_wanted(struct task_struct *task, u32 host_pid,
-				      const struct python_control *shared)
+static __always_inline bool is_wanted(struct task_struct *task, u32 host_pid, const struct python_control *shared)
 {
 	u32 id;
 
@@ -450,10 +464,10 @@ static __always_inline u32 begin(struct walk *walk, struct task_struct *task, u3
 {
 	struct process *process = bpf_map_lookup_elem(&processes, &host_pid);
 	struct pid *id = BPF_CORE_READ(task, thread_pid);
-	struct space *space, fresh = { .state = STARTING };
+	struct space *space, fresh = {.state = STARTING};
 
 	walk->now = bpf_ktime_get_ns();
-	walk->space = process ? process->space : new_space(host_pid, shared);
+	walk->space = process ? process->space : new_space(host_pid);
 	space = bpf_map_lookup_elem(&spaces, &walk->space);
 	if (!space) {
 		bpf_map_update_elem(&spaces, &walk->space, &fresh, 0);
@@ -498,7 +512,7 @@ static __always_inline bool is_own(const struct walk *walk, const struct python_
 
 	if (at->thread_native_id != NOWHERE && thread_word(walk, at->thread_native_id) == walk->tid)
 		return true;
-	/* There is no other before 3.11, and before 3.11.2 a forked child has its parent's. */
+		/* There is no other before 3.11, and before 3.11.2 a forked child has its parent's. */
 #if defined(__TARGET_ARCH_arm64)
 	/* pthread_self() lies below the thread pointer, by the size of libc's own structure. */
 	return walk->thread_pointer - id - 1 < 4096;
@@ -518,11 +532,7 @@ static __always_inline bool is_attached(const struct walk *walk, const struct py
 static __always_inline bool read_thread(struct walk *walk, const struct installed_layout *layout,
 					struct task_struct *task)
 {
-	u32 size = layout->thread_bytes;
-
-	if (size > THREAD_BLOCK)
-		size = THREAD_BLOCK;
-	return !READ(walk->thread_block, size, walk->thread);
+	return !READ(walk->thread_block, below(layout->thread_bytes, 2 * THREAD_BLOCK), walk->thread);
 }
 
 static __always_inline void take(struct walk *walk, const struct python_layout *at)
@@ -588,8 +598,7 @@ static __always_inline int search_begin(struct walk *walk, struct task_struct *t
 	known = bpf_map_lookup_elem(&threads, &host_tid);
 	if (known && known->space == walk->space) {
 		walk->thread = known->state;
-		if (read_thread(walk, layout, task) && is_own(walk, &layout->at) &&
-		    is_attached(walk, &layout->at)) {
+		if (read_thread(walk, layout, task) && is_own(walk, &layout->at) && is_attached(walk, &layout->at)) {
 			take(walk, &layout->at);
 			return 1;
 		}
@@ -606,7 +615,7 @@ static __always_inline int search_begin(struct walk *walk, struct task_struct *t
 static __always_inline u32 search_end(struct walk *walk, struct task_struct *task, u32 host_tid)
 {
 	struct installed_layout *layout = layout_of(walk);
-	struct known_thread known = { .space = walk->space, .state = walk->found };
+	struct known_thread known = {.space = walk->space, .state = walk->found};
 	struct known_thread *before;
 	u64 frame = walk->frame;
 
@@ -657,10 +666,9 @@ static __always_inline u32 gil_of(const struct walk *walk, struct task_struct *t
 
 static __always_inline bool send_part(struct walk *walk, u32 size)
 {
-	if (size > MAX_LINES_CHUNK)
-		return false;
 	walk->part.code = walk->code_id;
-	return !bpf_ringbuf_output(&python_records, &walk->part, sizeof(walk->part) + size, wake_up());
+	size = below(size, sizeof(walk->bytes)) + sizeof(walk->part);
+	return !bpf_ringbuf_output(&python_records, &walk->part, size, wake_up());
 }
 
 static __always_inline u32 send_text(struct walk *walk, struct task_struct *task, u32 kind, u64 text)
@@ -685,10 +693,8 @@ static __always_inline u32 send_text(struct walk *walk, struct task_struct *task
 		size = MAX_TEXT;
 	else
 		size = head.length * width;
-	if (size > MAX_TEXT)
-		return CHANGED;
 	text += head.state & layout->at.text_ascii ? layout->at.text_compact : layout->at.text_wide;
-	if (READ(walk->bytes, size, text))
+	if (READ(walk->bytes, below(size, sizeof(walk->bytes)), text))
 		return UNREADABLE;
 	walk->part.kind = kind;
 	walk->part.length = head.length > 0x7fffffff ? 0x7fffffff : head.length;
@@ -700,17 +706,16 @@ static __always_inline u32 send_text(struct walk *walk, struct task_struct *task
  * Sends everything about the code object, so that it stays known when the process is gone. What a line
  * table has past the chunks that are sent here, user space reads itself if the process still lives.
  */
-static __always_inline u32 describe(struct walk *walk, struct task_struct *task)
+static __always_inline u32 describe(struct walk *walk, struct task_struct *task, u32 walker)
 {
 	struct installed_layout *layout = layout_of(walk);
-	struct python_control *shared = the_control();
-	struct code_record record = { .kind = CODE };
-	u64 length = 0, done = 0;
+	struct code_record record = {.kind = CODE};
+	u64 length = 0, table;
 	u32 outcome, size, i;
 
-	if (!layout || !shared)
+	if (!layout)
 		return LOST;
-	walk->code_id = __sync_fetch_and_add(&shared->next_code, 1) + 1;
+	walk->code_id = ++walk->codes_made << 11 | walker;
 	outcome = send_text(walk, task, NAME, walk->name);
 	if (outcome != RESOLVED)
 		return outcome;
@@ -721,31 +726,33 @@ static __always_inline u32 describe(struct walk *walk, struct task_struct *task)
 		return UNREADABLE;
 	if (length > 0x7fffffff)
 		return CHANGED;
-	for (i = 0; i < MAX_LINES_CHUNKS && done < length; i++) {
-		size = length - done < MAX_LINES_CHUNK ? length - done : MAX_LINES_CHUNK;
-		if (size > MAX_LINES_CHUNK)
-			return CHANGED;
-		if (READ(walk->bytes, size, walk->lines + layout->at.bytes_data + done))
+	table = walk->lines + layout->at.bytes_data;
+	for (i = 0; i < MAX_LINES_CHUNKS; i++) {
+		u64 at = i * MAX_LINES_CHUNK;
+
+		if (at >= length)
+			break;
+		size = length - at < MAX_LINES_CHUNK ? length - at : MAX_LINES_CHUNK;
+		if (READ(walk->bytes, below(size, sizeof(walk->bytes)), table + at))
 			return UNREADABLE;
 		walk->part.kind = LINES;
 		walk->part.length = size;
-		walk->part.state = done;
+		walk->part.state = at;
 		if (!send_part(walk, size))
 			return LOST;
-		done += size;
 	}
-	walk->table_kib = done >> 10;
+	walk->table_kib = length >> 10;
 	record.code = walk->code_id;
 	record.layout = walk->stack.layout;
 	record.first_line = walk->first_line;
-	record.lines = walk->lines + layout->at.bytes_data;
+	record.lines = table;
 	record.lines_length = length;
 	record.pid = walk->stack.pid;
 	if (bpf_ringbuf_output(&python_records, &record, sizeof(record), wake_up()))
 		return LOST;
 	if (bpf_map_update_elem(&codes, &walk->code, &walk->code_id, BPF_NOEXIST)) {
 		/* Another CPU was faster, or there is no room: the number is good all the same. */
-		u32 *faster = bpf_map_lookup_elem(&codes, &walk->code);
+		u64 *faster = bpf_map_lookup_elem(&codes, &walk->code);
 
 		if (faster)
 			walk->code_id = *faster;
@@ -760,16 +767,13 @@ static __always_inline u32 recognise(struct walk *walk, struct task_struct *task
 {
 	struct installed_layout *layout = layout_of(walk);
 	struct python_control *shared = the_control();
-	u64 content, hash = 0;
-	u32 size, from, *known;
+	u64 content, hash = 0, *known;
+	u32 from;
 
 	if (!layout || !shared)
 		return LOST;
-	size = layout->code_bytes;
 	from = layout->code_from;
-	if (size > BLOCK)
-		return LOST;
-	if (READ(walk->code_block, size, walk->code.address + from))
+	if (READ(walk->code_block, below(layout->code_bytes, 2 * BLOCK), walk->code.address + from))
 		return UNREADABLE;
 	walk->first_line = half_word(walk->code_block, layout->at.code_first_line - from);
 	walk->name = word(walk->code_block, layout->at.code_name - from);
@@ -782,7 +786,7 @@ static __always_inline u32 recognise(struct walk *walk, struct task_struct *task
 	content = mix(content, walk->lines, 0xc2b2ae3d27d4eb4f);
 	content = mix(content, walk->first_line, 0x9e3779b97f4a7c15);
 	content = mix(content, hash, 0xc2b2ae3d27d4eb4f);
-	walk->code.content = mix(content, shared->epoch, 0x9e3779b97f4a7c15);
+	walk->code.content = mix(content, shared->code_epoch, 0x9e3779b97f4a7c15);
 	walk->code.space = walk->space;
 	walk->code_id = 0;
 	known = bpf_map_lookup_elem(&codes, &walk->code);
@@ -792,19 +796,19 @@ static __always_inline u32 recognise(struct walk *walk, struct task_struct *task
 }
 
 /* Looks at one frame; returns 1 at the end of the walk. DESCRIBE is how describe() is called. */
-#define FRAME_STEP(walk, task, DESCRIBE)                                                                       \
-	({                                                                                                     \
-		int ended = read_frame(walk, task);                                                            \
-		if (!ended && walk->code.address) {                                                            \
-			walk->outcome = recognise(walk, task);                                                 \
-			if (walk->outcome == RESOLVED && !walk->code_id)                                       \
-				walk->outcome = DESCRIBE;                                                      \
-			if (walk->outcome == RESOLVED)                                                         \
-				add_frame(walk);                                                               \
-			else                                                                                   \
-				ended = 1;                                                                     \
-		}                                                                                              \
-		ended;                                                                                         \
+#define FRAME_STEP(walk, task, DESCRIBE)                                                                               \
+	({                                                                                                             \
+		int ended = read_frame(walk, task);                                                                    \
+		if (!ended && walk->code.address) {                                                                    \
+			walk->outcome = recognise(walk, task);                                                         \
+			if (walk->outcome == RESOLVED && !walk->code_id)                                               \
+				walk->outcome = DESCRIBE;                                                              \
+			if (walk->outcome == RESOLVED)                                                                 \
+				add_frame(walk);                                                                       \
+			else                                                                                           \
+				ended = 1;                                                                             \
+		}                                                                                                      \
+		ended;                                                                                                 \
 	})
 
 /* Sets walk->code.address (0: no Python function's frame) and goes on to the frame that called it. */
@@ -812,15 +816,12 @@ static __always_inline int read_frame(struct walk *walk, struct task_struct *tas
 {
 	struct installed_layout *layout = layout_of(walk);
 	u64 code, instruction, bytecode = 0;
-	u32 size, owner, index = 0;
+	u32 owner, index = 0;
 	s64 offset;
 
 	if (!layout || !walk->frame || walk->stack.depth >= MAX_FRAMES)
 		return 1;
-	size = layout->frame_bytes;
-	if (size > BLOCK)
-		size = BLOCK;
-	if (READ(walk->frame_block, size, walk->frame)) {
+	if (READ(walk->frame_block, below(layout->frame_bytes, 2 * BLOCK), walk->frame)) {
 		walk->outcome = UNREADABLE;
 		return 1;
 	}
@@ -852,7 +853,7 @@ static __always_inline int read_frame(struct walk *walk, struct task_struct *tas
 		if (offset < 0)
 			return 0; /* being made: it has run nothing yet */
 	}
-	if (!code || offset >> 31) {
+	if (!code || offset >> OFFSET_BITS) {
 		walk->outcome = CHANGED;
 		return 1;
 	}
@@ -864,7 +865,7 @@ static __always_inline int read_frame(struct walk *walk, struct task_struct *tas
 static __always_inline void add_frame(struct walk *walk)
 {
 	u32 depth = walk->stack.depth & (MAX_FRAMES - 1);
-	u64 frame = (u64)walk->code_id << 32 | (u32)walk->stack.frames[depth];
+	u64 frame = walk->code_id << OFFSET_BITS | walk->stack.frames[depth];
 
 	walk->stack.frames[depth] = frame;
 	hash_in(walk, frame);
@@ -873,50 +874,55 @@ static __always_inline void add_frame(struct walk *walk)
 
 /* ---- whole stacks ---- */
 
-/* Counts the stack that was walked; what became of it. */
-static __always_inline u32 count(struct walk *walk, struct python_slot *row, struct python_control *shared,
-				 u64 ns, u64 *number)
+/* A free row for a stack that is new, and back when it could not be described: each program has its own way. */
+static __always_inline bool take_row(u32 *row, struct python_control *shared);
+static __always_inline void give_back_row(u32 *row, struct python_control *shared);
+
+/* Adds to the row of a stack. */
+static __always_inline u32 add_to(u32 row, u64 ns)
+{
+	struct stack_count *total = bpf_map_lookup_elem(&counts, &row);
+
+	if (!total)
+		return LOST;
+	__sync_fetch_and_add(&total->samples, 1);
+	__sync_fetch_and_add(&total->ns, ns);
+	return RESOLVED;
+}
+
+/* Counts the stack that was walked, in the row that it sets; what became of it. */
+static __always_inline u32 count(struct walk *walk, struct python_slot *slot, struct python_control *shared, u64 ns,
+				 u32 *row)
 {
 	struct stack_key key;
-	struct stack_count *total;
-	u64 id, *known;
-	u32 index, size;
+	u32 *known, size;
 
 	if (!walk->stack.depth)
 		return NO_FRAMES;
 	if (walk->frame)
 		walk->stack.flags |= FLAG_TRUNCATED;
 	hash_in(walk, walk->stack.flags | (u64)walk->stack.depth << 32);
+	hash_in(walk, shared->stack_epoch);
 	key.a = walk->hash_a;
 	key.b = walk->hash_b;
 	known = bpf_map_lookup_elem(&stacks, &key);
-	if (known && *known >= shared->floor) {
-		id = *known;
-	} else {
-		if (!affordable(row, walk->now, &row->stacks, MAX_NEW_STACKS))
-			return OVER_BUDGET;
-		if (shared->next_stack >= shared->limit)
-			return LOST;
-		id = __sync_fetch_and_add(&shared->next_stack, 1);
-		if (id >= shared->limit)
-			return LOST;
-		walk->stack.id = id;
-		size = walk->stack.depth * sizeof(u64);
-		if (size > sizeof(walk->stack.frames))
-			return LOST;
-		if (bpf_ringbuf_output(&python_records, &walk->stack, STACK_HEADER + size, wake_up()))
-			return LOST;
-		/* What is in the table has been sent. Two CPUs may send the same one: both numbers are good. */
-		bpf_map_update_elem(&stacks, &key, &id, 0);
+	if (known) {
+		*row = *known;
+		return add_to(*row, ns);
 	}
-	index = id & (MAX_STACKS - 1);
-	total = bpf_map_lookup_elem(&counts, &index);
-	if (!total)
+	if (!affordable(slot, walk->now, &slot->stacks, MAX_NEW_STACKS))
+		return OVER_BUDGET;
+	if (!take_row(row, shared))
 		return LOST;
-	__sync_fetch_and_add(&total->samples, 1);
-	__sync_fetch_and_add(&total->ns, ns);
-	*number = id;
-	return RESOLVED;
+	walk->stack.row = *row;
+	size = STACK_HEADER + below(walk->stack.depth * sizeof(u64), 2 * sizeof(walk->stack.frames));
+	if (bpf_ringbuf_output(&python_records, &walk->stack, size, wake_up())) {
+		give_back_row(row, shared);
+		return LOST;
+	}
+	/* What is in the table has been sent. Two CPUs may send the same stack: both rows are good. */
+	bpf_map_update_elem(&stacks, &key, row, 0);
+	return add_to(*row, ns);
 }
 
 #endif

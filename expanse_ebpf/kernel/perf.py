@@ -79,9 +79,7 @@ class Opener(Protocol):
         """The new descriptor."""
 
 
-def open_counter(
-    spec: EventSpec, cpu: int, group_fd: int = -1, *, pid: int = -1, frequency: int = 0
-) -> int:
+def open_counter(spec: EventSpec, cpu: int, group_fd: int = -1, *, pid: int = -1, frequency: int = 0) -> int:
     """A descriptor that counts `spec` from now on; raises OSError.
 
     `pid` -1 counts everything on `cpu`; `pid` 0 with `cpu` -1 counts the calling thread. A read gives

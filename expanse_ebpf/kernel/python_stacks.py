@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import secrets
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,9 @@ OUTCOMES = (
 )
 GIL = ("", "held", "waiting", "released")
 
-MAX_STACKS = 32768
+MAX_STACKS = 16384
+OFFSET_BITS = 24
+_PUT_UP = 4096  # free rows lying ready in the kernel for new stacks, and as many for waiting threads
 _MAX_LAYOUTS = 64
 _SLOT_SIZE = 512
 _SELECTED_OFFSET = 256
@@ -41,10 +44,11 @@ _COUNT = struct.Struct("=QQ")
 _PROCESS = struct.Struct("=Q")
 _SPACE = struct.Struct("=QIIQII")
 _U32 = struct.Struct("=I")
+_U64 = struct.Struct("=Q")
 _ASK = struct.Struct("=IIQIIII")
-_PART = struct.Struct("=IIII")
-_CODE = struct.Struct("=IIIIQII")
-_STACK = struct.Struct("=IIQIIII")
+_PART = struct.Struct("=IIQII")
+_CODE = struct.Struct("=IIQQIIII")
+_STACK = struct.Struct("=IIIIIIII")
 _PARTS = {2: "name", 3: "file", 4: "lines"}
 _ASK_KIND, _CODE_KIND, _STACK_KIND = 1, 5, 6
 _FLAG_WAITING, _FLAG_TRUNCATED = 4, 8
@@ -58,20 +62,19 @@ class _Control(ctypes.Structure):
     """struct python_control of bpf/include/python_walk.h."""
 
     _fields_ = [
-        ("next_stack", ctypes.c_uint64),
-        ("floor", ctypes.c_uint64),
-        ("limit", ctypes.c_uint64),
-        ("next_code", ctypes.c_uint64),
-        ("next_space", ctypes.c_uint64),
         ("visit_ns", ctypes.c_uint64),
-        ("namespace", ctypes.c_uint64),
-        ("level", ctypes.c_uint32),
-        ("all", ctypes.c_uint32),
-        ("by_process", ctypes.c_uint32),
-        ("period_ns", ctypes.c_uint32),
         ("seed_a", ctypes.c_uint64),
         ("seed_b", ctypes.c_uint64),
-        ("epoch", ctypes.c_uint64),
+        ("period_ns", ctypes.c_uint32),
+        ("all", ctypes.c_uint32),
+        ("by_process", ctypes.c_uint32),
+        ("stack_epoch", ctypes.c_uint32),
+        ("code_epoch", ctypes.c_uint32),
+        ("visit_rows_up", ctypes.c_uint32),
+        ("visit_rows_taken", ctypes.c_uint32),
+        ("level", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("namespace", ctypes.c_uint64),
         ("unaccountable", ctypes.c_uint64),
     ]
 
@@ -121,16 +124,16 @@ class Code(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A stack that is counted as number `id`."""
+    """A stack that is counted in row `row`."""
 
-    id: int
+    row: int
     slot: int
     pid: int
     layout: int
     gil: str
     waiting: bool
     truncated: bool
-    frames: tuple[int, ...]  # code << 32 | offset of the instruction in bytes; innermost first
+    frames: tuple[int, ...]  # code << OFFSET_BITS | offset of the instruction in bytes; innermost first
 
 
 Record = Ask | Part | Code | Stack
@@ -141,15 +144,16 @@ def decode(record: bytes) -> Record | None:
     try:
         (kind,) = _U32.unpack_from(record)
         if kind == _STACK_KIND:
-            _, slot, number, pid, layout, flags, depth = _STACK.unpack_from(record)
+            _, slot, row, pid, layout, flags, depth, _ = _STACK.unpack_from(record)
             frames = struct.unpack_from(f"={depth & 0xFF}Q", record, _STACK.size)
             waiting, truncated = bool(flags & _FLAG_WAITING), bool(flags & _FLAG_TRUNCATED)
-            return Stack(number, slot, pid, layout, GIL[flags & 3], waiting, truncated, frames)
+            return Stack(row, slot, pid, layout, GIL[flags & 3], waiting, truncated, frames)
         if kind in _PARTS:
-            _, code, length, state = _PART.unpack_from(record)
+            _, length, code, state, _ = _PART.unpack_from(record)
             return Part(_PARTS[kind], code, length, state, record[_PART.size :])
         if kind == _CODE_KIND:
-            return Code(*_CODE.unpack_from(record)[1:])
+            _, layout, code, lines, lines_length, first_line, pid, _ = _CODE.unpack_from(record)
+            return Code(code, layout, first_line, lines, lines_length, pid)
         if kind == _ASK_KIND:
             _, slot, space, host_pid, pid, tid, tries = _ASK.unpack_from(record)
             return Ask(slot, space, host_pid, pid, tid, tries)
@@ -169,10 +173,13 @@ class PythonStacks:
         Raises UnavailableError, or BpfError where the kernel refuses.
         """
         self._lifecycle = lifecycle
-        self._slots_in_use = (0,)
+        self._configuration = lifecycle.configuration if lifecycle else Configuration(0, 0, 0, cpus.count())
         self._layouts: dict[bytes, int] = {}
         self._enabled: dict[int, int] = {}  # what the clocks of the CPUs stood at
-        self._pending_floor = 0
+        self._free = deque(range(MAX_STACKS))  # rows that can be put up
+        self._put_up = 0
+        self._used: list[int] = []  # rows of the present epoch, in the order in which they were taken
+        self._ending: list[int] = []  # rows of the epoch before
         self._seen = bytearray(MAX_STACKS * _COUNT.size)
         clock = partial(perf.open_counter, frequency=rate_hz)
         self._events = perf.OpenCounters([perf.SOFTWARE["cpu-clock"]], clock)
@@ -183,7 +190,6 @@ class PythonStacks:
             self._slots = maps["python_slots"].mapped(MAX_SLOTS * _SLOT_SIZE)
             self._counts = maps["counts"].mapped(MAX_STACKS * _COUNT.size)
             self._control = _Control.from_buffer(maps["control"].mapped(ctypes.sizeof(_Control)))
-            self._control.limit = MAX_STACKS
             self._control.period_ns = round(1e9 / rate_hz)
             self._control.by_process = lifecycle is None
             self._control.seed_a, self._control.seed_b = secrets.randbits(64), secrets.randbits(64)
@@ -191,6 +197,9 @@ class PythonStacks:
 
             def received(data: bytes) -> None:
                 record = decode(data)
+                if isinstance(record, Stack):
+                    self._put_up -= not record.waiting
+                    self._used.append(record.row)
                 if record is not None:
                     handle(record)
 
@@ -198,6 +207,7 @@ class PythonStacks:
             self.fd = self._ring.fd
             for name in ("on_python_fork", "on_python_exec", "on_python_exit"):
                 self._object.programs[name].attach()
+            self._put_rows_up()
             self.follow_cpus()
             if not self._events.descriptors:
                 reasons = [*self._events.refused.values(), *self._events.missing.values(), "none is online"]
@@ -208,12 +218,11 @@ class PythonStacks:
 
     def _set_up(self, divisor: int) -> libbpf.Object:
         made = libbpf.Object("python_stacks")
+        made.configure(self._configuration)
         if self._lifecycle is None:
-            made.configure(Configuration(0, 0, 0, cpus.count()))
             made.resize("slots", 1)
             made.resize("totals", 1)
         else:
-            made.configure(self._lifecycle.configuration)
             made.share(self._lifecycle.maps["slots"])
             made.share(self._lifecycle.maps["totals"])
         made.resize("python_records", 2 * 1024 * 1024 // divisor)
@@ -222,15 +231,20 @@ class PythonStacks:
 
     def load_waits(self) -> None:
         """Load what visit() needs; raises BpfError where this kernel cannot do it."""
-        self._waits = libbpf.Object("python_waits")
-        self._waits.configure(
-            self._lifecycle.configuration if self._lifecycle else Configuration(0, 0, 0, cpus.count())
-        )
-        for name, shared in self._object.maps.items():
-            if name != "walks" and not name.endswith(".rodata"):
-                self._waits.share(shared)
-        self._waits.load()
-        self._waits.programs["on_visit"].attach()
+        waits = libbpf.Object("python_waits")
+        try:
+            waits.configure(self._configuration)
+            for name, shared in self._object.maps.items():
+                if name not in ("walks", "free_rows") and not name.endswith(".rodata"):
+                    waits.share(shared)
+            waits.load()
+            self._visit_rows = waits.maps["visit_rows"].mapped(_PUT_UP * _U64.size)
+            waits.programs["on_visit"].attach()
+        except BaseException:
+            waits.close()
+            raise
+        self._waits = waits
+        self._put_rows_up()
 
     def visit(self, stands_for_ns: int) -> None:
         """Read the stacks of all threads that wait; each visit stands for so much of their time."""
@@ -329,14 +343,8 @@ class PythonStacks:
         row = _OUTCOMES.unpack_from(self._slots, slot * _SLOT_SIZE)
         return row[: len(OUTCOMES)], row[len(OUTCOMES) :]
 
-    @property
-    def oldest(self) -> int:
-        """Stacks with a lower number will not be counted again."""
-        return int(self._control.limit) - MAX_STACKS
-
     def counted(self) -> Iterator[tuple[int, int, int]]:
-        """(number, samples, ns) by which each stack has grown since the last time."""
-        first = self.oldest
+        """(row, samples, ns) by which each stack has grown since the last time."""
         for start in range(0, len(self._seen), _COMPARED):
             block = self._counts[start : start + _COMPARED]
             if block == self._seen[start : start + _COMPARED]:
@@ -345,38 +353,44 @@ class PythonStacks:
                 samples, ns = _COUNT.unpack_from(block, at)
                 had, had_ns = _COUNT.unpack_from(self._seen, start + at)
                 if samples != had or ns != had_ns:
-                    row = (start + at) // _COUNT.size
-                    yield first + (row - first) % MAX_STACKS, samples - had, ns - had_ns
+                    yield (start + at) // _COUNT.size, samples - had, ns - had_ns
             self._seen[start : start + _COMPARED] = block
 
-    def recycle(self) -> None:
-        """Free the rows of stacks that are no longer counted; to be called after counted(), once a drain.
+    def recycle(self) -> list[int]:
+        """Lay free rows ready; to be called once a drain, after counted(). The rows that have been cleared.
 
-        In two steps with a drain in between: first no program finds the old numbers any more, and when
-        none can be at it any more and everything is read, their rows are cleared and given out again.
+        Rows are cleared two drains after the kernel side was told to use others: by then no program can
+        be at one of them any more, and all that was counted there has been read.
         """
-        if self._pending_floor:
-            for number in range(self.oldest, self._pending_floor):
-                at = number % MAX_STACKS * _COUNT.size
-                _COUNT.pack_into(self._counts, at, 0, 0)
-                _COUNT.pack_into(self._seen, at, 0, 0)
-            self._control.limit = self._pending_floor + MAX_STACKS
-            self._pending_floor = 0
-        elif self._control.next_stack - self.oldest > MAX_STACKS // 2:
+        cleared, self._ending = self._ending, []
+        for row in cleared:
+            _COUNT.pack_into(self._counts, row * _COUNT.size, 0, 0)
+            _COUNT.pack_into(self._seen, row * _COUNT.size, 0, 0)
+        self._free.extend(cleared)
+        if not cleared and len(self._used) > MAX_STACKS // 2:
             self.renew()
+        self._put_rows_up()
+        return cleared
 
     def renew(self) -> None:
-        """Count every stack under a new number from now on."""
-        self._pending_floor = min(int(self._control.next_stack), int(self._control.limit))
-        self._control.floor = self._pending_floor
+        """Have every stack described and counted anew, in another row, from now on."""
+        self._control.stack_epoch += 1
+        self._ending, self._used = self._ending + self._used, []
 
-    def forget_codes(self) -> int:
-        """Have all code objects described anew; those up to the number returned are not referred to again
-        by stacks that are counted after renew().
-        """
-        last = int(self._control.next_code)
-        self._control.epoch += 1
-        return last
+    def _put_rows_up(self) -> None:
+        while self._put_up < _PUT_UP and self._free:
+            self._object.maps["free_rows"].update(None, _U32.pack(self._free.popleft()))
+            self._put_up += 1
+        if self._waits is not None:
+            while self._control.visit_rows_up - self._control.visit_rows_taken < _PUT_UP and self._free:
+                at = self._control.visit_rows_up % _PUT_UP
+                _U64.pack_into(self._visit_rows, at * _U64.size, self._free.popleft())
+                self._control.visit_rows_up += 1
+
+    def forget_codes(self) -> None:
+        """Have all code objects described anew, and all stacks with them."""
+        self._control.code_epoch += 1
+        self.renew()
 
     def close(self) -> None:
         """Take everything out of the kernel; safe to call twice."""

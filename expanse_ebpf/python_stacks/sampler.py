@@ -108,7 +108,7 @@ class Sampler:
         self._parts: dict[int, dict[str, list[kernel.Part]]] = {}
         self._codes: dict[int, _Code] = {}
         self._tables = 0  # bytes
-        self._last_old_code = 0  # codes up to this number are to be forgotten
+        self._old_codes: set[int] = set()  # to be forgotten with the next rows that are cleared
         self._records: dict[int, kernel.Stack] = {}
         self._stacks: dict[int, Stack] = {}
         self._outcomes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -154,7 +154,8 @@ class Sampler:
 
     def _received(self, record: kernel.Record) -> None:
         if isinstance(record, kernel.Stack):
-            self._records[record.id] = record
+            self._records[record.row] = record
+            self._stacks.pop(record.row, None)
         elif isinstance(record, kernel.Part):
             if record.code not in self._parts and len(self._parts) >= _MAX_PARTIAL:
                 del self._parts[next(iter(self._parts))]
@@ -231,8 +232,8 @@ class Sampler:
         grown = list(self._kernel.counted())
         self.consume()
         counts = []
-        for number, samples, ns in grown:
-            counts.append(Count(self._stack(number), samples, ns))
+        for row, samples, ns in grown:
+            counts.append(Count(self._stack(row), samples, ns))
         counts += self._unresolved()
         self._tidy()
         self._kernel.follow_cpus()
@@ -247,22 +248,22 @@ class Sampler:
         else:
             self.unavailable.pop(part, None)
 
-    def _stack(self, number: int) -> Stack:
-        known = self._stacks.get(number)
+    def _stack(self, row: int) -> Stack:
+        known = self._stacks.get(row)
         if known is None:
-            record = self._records.pop(number, None)
+            record = self._records.pop(row, None)
             if record is None:
                 return Stack(0, 0, False, "", "", False, (), "lost")
-            known = self._stacks[number] = self._named(record)
+            known = self._stacks[row] = self._named(record)
         return known
 
     def _named(self, record: kernel.Stack) -> Stack:
         frames = []
         for place in record.frames:
-            code = self._codes.get(place >> 32)
+            code = self._codes.get(place >> kernel.OFFSET_BITS)
             if code is None:  # one of its parts did not come through
                 return Stack(record.slot, record.pid, record.waiting, "", "", False, (), "lost")
-            frames.append(code.frame(place & 0xFFFFFFFF))
+            frames.append(code.frame(place & ((1 << kernel.OFFSET_BITS) - 1)))
         layout = self._layouts[record.layout] if record.layout < len(self._layouts) else None
         python = _python(layout) if layout else ""
         return Stack(
@@ -297,19 +298,18 @@ class Sampler:
 
     def _tidy(self) -> None:
         """Forget stacks that are not counted any more, and all code objects once they are too many."""
-        oldest = self._kernel.oldest
-        self._kernel.recycle()
-        if self._kernel.oldest != oldest:
-            for table in (self._records, self._stacks):
-                for number in [n for n in table if n < self._kernel.oldest]:
-                    del table[number]
-            for number in [n for n in self._codes if n <= self._last_old_code]:
-                del self._codes[number]
-            self._last_old_code = 0
-        elif not self._last_old_code and (len(self._codes) > _MAX_CODES or self._tables > _MAX_TABLES):
-            self._last_old_code = self._kernel.forget_codes()
+        cleared = self._kernel.recycle()
+        for row in cleared:
+            self._records.pop(row, None)
+            self._stacks.pop(row, None)
+        if cleared:
+            for code in self._old_codes:
+                self._codes.pop(code, None)
+            self._old_codes.clear()
+        elif not self._old_codes and (len(self._codes) > _MAX_CODES or self._tables > _MAX_TABLES):
+            self._old_codes = set(self._codes)
             self._tables = 0
-            self._kernel.renew()
+            self._kernel.forget_codes()
 
     def close(self) -> None:
         """Take everything out of the kernel; safe to call twice."""
