@@ -154,11 +154,16 @@ SEC("tp_btf/sched_process_fork")
 int BPF_PROG(on_python_fork, struct task_struct *parent, struct task_struct *child)
 {
 	u32 from = parent->tgid, to = child->tgid;
+	struct python_control *shared = the_control();
 	struct process *process;
 
-	if (child->pid != child->tgid)
+	if (!shared || child->pid != child->tgid)
 		return 0;
 	process = bpf_map_lookup_elem(&processes, &from);
+	if (!process && shared->by_process && is_wanted((struct task_struct *)bpf_get_current_task(), from, shared)) {
+		new_space(from); /* wanted, and not seen to run so far */
+		process = bpf_map_lookup_elem(&processes, &from);
+	}
 	if (process)
 		bpf_map_update_elem(&processes, &to, process, 0);
 	else if (bpf_map_lookup_elem(&processes, &to))

@@ -109,7 +109,7 @@ static __always_inline u64 switches_of(struct task_struct *task)
 
 static __always_inline bool sleeps(struct task_struct *task)
 {
-	return task->__state & TASK_SLEEPING && !task->on_cpu;
+	return task->__state & TASK_SLEEPING;
 }
 
 /* The address of the futex that the task sleeps on; 0: it does something else. */

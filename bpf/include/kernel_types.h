@@ -146,7 +146,6 @@ struct bpf_iter__task {
 struct task_struct {
 	unsigned int __state;
 	unsigned int flags;
-	int on_cpu;
 	int pid;
 	int tgid;
 	struct task_struct *group_leader;

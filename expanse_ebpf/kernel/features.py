@@ -35,9 +35,9 @@ _CAP_SYS_RESOURCE = 24
 
 # What some kernels can and others cannot, to (the first that can, how it is without).
 ABILITIES = {
-    "bpf_loop": ((5, 17), "the programs' loops are bounded and do without"),
+    "bpf_loop": ((5, 17), "Python threads are seen while they run, not while they wait"),
     "uprobe_multi links": ((6, 6), "a uprobe takes a perf event for each symbol"),
-    "sleepable task iterator": ((5, 18), "programs see of other processes only what is in memory"),
+    "sleepable task iterator": ((5, 18), "likewise"),
 }
 
 Status = Literal["ok", "warning", "missing"]

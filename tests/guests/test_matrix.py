@@ -39,6 +39,7 @@ set -e
 cd /payload/files/inside
 python3 figures.py
 python3 figures_agent.py
+python3 stacks.py
 expanse-ebpf check --json >/out/check.json
 """
 
@@ -65,6 +66,8 @@ run-queue wait, migrations, forks, executions and exits of each job must be thos
 come to what `/proc/schedstat` and `/proc/stat` have for the whole machine. Cgroups that are made, removed
 and renamed must be noticed, and those below a job's own be the job's. At last the whole agent watches a job
 that `expanse-ebpf run` has started: its figures must be right, and nothing may be missing without a reason.
+Python stacks of a process that works, of one that it has forked and of a thread that waits must have the
+right names and come to the CPU time and to the time waited.
 
 ## The programs' size
 
@@ -161,7 +164,8 @@ def test_a_kernel_does_what_the_document_says_and_the_figures_are_right(
     found = json.loads((result.files / "figures.json").read_text())
     agent = json.loads((result.files / "agent.json").read_text())
     assert len(found["figures"]) > 60
-    assert all(figure["right"] for figure in found["figures"] + agent["figures"])
+    stacks = json.loads((result.files / "stacks.json").read_text())
+    assert all(figure["right"] for part in (found, agent, stacks) for figure in part["figures"])
     check = json.loads((result.files / "check.json").read_text())
     assert check["can_run"]
     document = Document.read(DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else "")
