@@ -40,7 +40,7 @@ enum {
 enum { BPF_F_MMAPABLE = 1 << 10 };
 enum { BPF_NOEXIST = 1 };
 enum { BPF_RB_NO_WAKEUP = 1, BPF_RB_FORCE_WAKEUP = 2 };
-enum { BPF_RB_AVAIL_DATA = 0 };
+enum { BPF_RB_AVAIL_DATA = 0, BPF_RB_RING_SIZE = 1 };
 
 struct bpf_perf_event_value {
 	u64 counter;

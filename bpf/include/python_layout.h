@@ -7,6 +7,8 @@
 #ifndef EXPANSE_PYTHON_LAYOUT_H
 #define EXPANSE_PYTHON_LAYOUT_H
 
+#include "kernel_types.h"
+
 #define NOWHERE 0xffffffff /* this build has no such field */
 
 struct python_layout {

@@ -17,7 +17,7 @@ from expanse_ebpf.kernel import cpus, libbpf, perf
 from expanse_ebpf.kernel.lifecycle import MAX_SLOTS, Configuration, Lifecycle
 from expanse_ebpf.python_stacks.layouts import NOWHERE, Layout
 
-# The order of enum outcome in bpf/include/python_walk.h.
+# The order of enum outcome in bpf/include/python_maps.h.
 OUTCOMES = (
     "resolved",
     "starting",
@@ -59,7 +59,7 @@ _COMPARED = 4096  # bytes of the table of counts that are compared at once
 
 
 class _Control(ctypes.Structure):
-    """struct python_control of bpf/include/python_walk.h."""
+    """struct python_control of bpf/include/python_maps.h."""
 
     _fields_ = [
         ("visit_ns", ctypes.c_uint64),
