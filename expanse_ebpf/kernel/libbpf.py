@@ -18,7 +18,8 @@ from expanse_ebpf.errors import UnavailableError
 
 OBJECTS = Path(__file__).parent / "objects"
 
-_LOG_LIMIT = 64 * 1024
+_MESSAGE_LIMIT = 4 << 20  # bytes of one message of libbpf's: a verifier's log can be long
+_LOG_LIMIT = 64 * 1024  # characters of it that are kept: the last ones say what was wrong
 _PRINT = ctypes.CFUNCTYPE(c_int, c_int, c_char_p, c_void_p)
 _SAMPLE = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t)
 _RUN_ON_CPU = 1  # BPF_F_TEST_RUN_ON_CPU
@@ -158,9 +159,10 @@ def library() -> ctypes.CDLL:
         libc.vsnprintf.argtypes = (c_char_p, c_size_t, c_char_p, c_void_p)
 
         def remember(level: int, form: bytes, arguments: int) -> int:
-            buffer = ctypes.create_string_buffer(_LOG_LIMIT)
-            if libc.vsnprintf(buffer, len(buffer), form, arguments) > 0 and level <= 1:
-                _log.append(buffer.value.decode(errors="replace"))
+            if level <= 1:
+                buffer = ctypes.create_string_buffer(_MESSAGE_LIMIT)
+                libc.vsnprintf(buffer, len(buffer), form, arguments)
+                _log.append(buffer.value[-_LOG_LIMIT:].decode(errors="replace"))
                 del _log[:-50]
             return 0
 

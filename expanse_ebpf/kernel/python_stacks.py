@@ -174,6 +174,8 @@ class PythonStacks:
         """
         self._lifecycle = lifecycle
         self._configuration = lifecycle.configuration if lifecycle else Configuration(0, 0, 0, cpus.count())
+        # Each CPU keeps up to 128 free entries of such a table to itself, and evicts others for them.
+        self._least = 256 * self._configuration.cpus
         self._layouts: dict[bytes, int] = {}
         self._enabled: dict[int, int] = {}  # what the clocks of the CPUs stood at
         self._free = deque(range(MAX_STACKS))  # rows that can be put up
@@ -226,7 +228,10 @@ class PythonStacks:
             made.share(self._lifecycle.maps["slots"])
             made.share(self._lifecycle.maps["totals"])
         made.resize("python_records", 2 * 1024 * 1024 // divisor)
-        made.resize("codes", 32768 // divisor)
+        made.resize("codes", max(32768 // divisor, self._least))
+        made.resize("stacks", max(MAX_STACKS, self._least))
+        made.resize("threads", max(16384 // divisor, self._least))
+        made.resize("spaces", max(8192 // divisor, self._least))
         return made
 
     def load_waits(self) -> None:
@@ -234,6 +239,7 @@ class PythonStacks:
         waits = libbpf.Object("python_waits")
         try:
             waits.configure(self._configuration)
+            waits.resize("seen_threads", max(16384, self._least))
             for name, shared in self._object.maps.items():
                 if name not in ("walks", "free_rows") and not name.endswith(".rodata"):
                     waits.share(shared)
