@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "wire": set(),
     "kernel": {"jobs", "wire"},  # the probe asks which cgroup hierarchies there are
     "jobs": {"wire"},
-    "sources": {"kernel", "jobs", "wire"},
+    "python_stacks": {"kernel"},
+    "sources": {"kernel", "jobs", "python_stacks", "export", "wire"},
     "export": {"wire"},
     "ship": {"wire"},
     "top": {"wire", "ship"},

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
  * Where CPython keeps what a walk needs, for one build of the interpreter. User space fills it in from
- * its tables or from the interpreter's own debug offsets: see expanse_ebpf/python_stacks/layouts.py,
+ * its tables or from the interpreter's own debug offsets: see expanse_ebpf/kernel/python_layout.py,
  * which has the same fields in the same order, with their meaning and source.
  */
 #ifndef EXPANSE_PYTHON_LAYOUT_H

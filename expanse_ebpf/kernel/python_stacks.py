@@ -15,7 +15,7 @@ from typing import NamedTuple
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.kernel import cpus, libbpf, perf
 from expanse_ebpf.kernel.lifecycle import MAX_SLOTS, Configuration, Lifecycle
-from expanse_ebpf.python_stacks.layouts import NOWHERE, Layout
+from expanse_ebpf.kernel.python_layout import NOWHERE, Layout
 
 # The order of enum outcome in bpf/include/python_maps.h.
 OUTCOMES = (
