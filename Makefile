@@ -17,13 +17,14 @@ BIN := $(VENV)/bin
 
 # What is compiled, and by what: clang for the BPF programs, libbpf for their headers and the loader.
 BUILD_PACKAGES := clang libbpf-dev libbpf1
-# clang-format checks bpf/, the rest is called by tests.
-TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static
+# clang-format checks bpf/, the rest is called by tests; the browser opens flame graphs.
+TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static chromium-headless-shell libc6-dev musl-tools
 # tests/guests: the emulator, what makes disk images, a compiler for programs that run there.
 GUEST_PACKAGES := qemu-system-x86 qemu-system-arm cpio e2fsprogs debian-archive-keyring gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 
-BUILD_SOURCES := pyproject.toml expanse_ebpf/wire/collector.proto $(wildcard bpf/*.py bpf/*.bpf.c bpf/include/*.h)
-GENERATED := expanse_ebpf/wire/collector_pb2.py expanse_ebpf/wire/collector_pb2.pyi \
+PROTOS := $(wildcard expanse_ebpf/wire/*.proto)
+BUILD_SOURCES := pyproject.toml $(PROTOS) $(wildcard bpf/*.py bpf/*.bpf.c bpf/include/*.h)
+GENERATED := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) \
 	$(foreach source,$(wildcard bpf/*.bpf.c),$(foreach machine,x86_64 aarch64,\
 	expanse_ebpf/kernel/objects/$(patsubst bpf/%.bpf.c,%,$(source)).$(machine).bpf.o))
 # Something that was deleted by hand is made again.
@@ -79,7 +80,7 @@ run: root install ## Watch a small training job of its own: agent, controller an
 	@exec $(BIN)/expanse-ebpf demo
 
 .PHONY: test
-test: lint build/promtool ## Check the sources and run the tests, some in emulated machines (needs root; 20 min)
+test: lint build/promtool build/pprof ## Check the sources and run the tests, some in emulated machines (needs root; 20 min)
 	@$(BIN)/python -m pytest --ignore=tests/guests
 	exec $(BIN)/python -m pytest -v --durations=5 tests/guests
 
@@ -168,3 +169,18 @@ build/promtool:
 	mv promtool ..
 	cd ..
 	rm -r prometheus
+
+# `go tool pprof` without Go, which takes 0.5 GB.
+build/pprof:
+	@mkdir -p build/go
+	cd build/go
+	command -v apt-get >/dev/null || { echo "error: put pprof, the tool that comes with Go, at build/pprof" >&2; exit 1; }
+	fetch() {
+		apt-get -qq download "$$(apt-cache depends golang-go | sed -nE 's/^ *Depends: (golang-[0-9.]+-go)$$/\1/p')" 2>/dev/null
+	}
+	fetch || { apt-get -qq update; fetch; }
+	dpkg-deb --fsys-tarfile golang-*.deb | tar -xO --wildcards './usr/lib/go-*/pkg/tool/*/pprof' >pprof
+	chmod +x pprof
+	mv pprof ..
+	cd ..
+	rm -r go

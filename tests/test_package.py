@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the tree, in which nothing has been generated yet."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
-    unwanted = ("__pycache__", "objects", "collector_pb2.*")
+    unwanted = ("__pycache__", "objects", "*_pb2.*")
     tree.mkdir()
     for name in ("bpf", "expanse_ebpf", "expanse_controller"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(*unwanted))
@@ -65,10 +65,13 @@ def test_every_bpf_program_is_in_the_wheel_for_each_machine(wheel: Path, names: 
             assert str(ROOT).encode() not in archive.read(name)
 
 
-def test_the_wheel_has_the_generated_code_the_types_and_the_licences(names: set[str]) -> None:
+def test_the_wheel_has_the_generated_code_the_types_the_page_and_the_licences(names: set[str]) -> None:
     assert {
         "expanse_ebpf/wire/collector_pb2.py",
         "expanse_ebpf/wire/collector_pb2.pyi",
+        "expanse_ebpf/wire/profile_pb2.py",
+        "expanse_ebpf/wire/profile_pb2.pyi",
+        "expanse_ebpf/export/flamegraph.html",
         "expanse_ebpf/py.typed",
         "expanse_controller/py.typed",
     } <= names
