@@ -8,7 +8,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,23 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from expanse_controller.limits import drop_absurd_jobs, node_fault, report_fault
+from expanse_controller.allowance import Allowance
+from expanse_controller.limits import (
+    MAX_PROFILES,
+    drop_absurd_jobs,
+    node_fault,
+    profile_faults,
+    report_fault,
+)
 from expanse_controller.store import OUT_OF_ORDER, STORED, Item, Store
-from expanse_ebpf.wire.collector_pb2 import Acknowledgement, Downstream, NodeIdentity, Upstream
+from expanse_ebpf.wire.collector_pb2 import (
+    Acknowledgement,
+    Downstream,
+    JobProfile,
+    NodeIdentity,
+    Report,
+    Upstream,
+)
 
 # Reports that come within this time are committed together. It is a part of the age of the newest
 # sample in the store, and what a report waits for its acknowledgement.
@@ -26,6 +40,13 @@ BATCH_S = 0.1
 BATCH_REPORTS = 500
 # Streams wait once so many reports are not stored yet.
 MAX_WAITING = 2000
+
+# Of profiles from one node: two hundred jobs with 10 KiB a minute, and what fifty of them bring after an
+# hour without the controller.
+PROFILE_BYTES_PER_MINUTE = 2 << 20
+PROFILE_RESERVE_BYTES = 32 << 20
+# Refused profiles are told of in the log at this interval.
+TELL_S = 60.0
 
 STOPPING = "it is stopping"
 
@@ -40,6 +61,9 @@ class Figures:
     replayed: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     jobs_refused: int = 0
+    profiles: int = 0
+    profile_bytes: int = 0
+    profiles_refused: Counter[str] = field(default_factory=Counter)  # by reason
     streams: int = 0
     commits: int = 0
     commit_s: float = 0.0
@@ -58,17 +82,22 @@ class _Stream:
 
 
 class Ingest:
-    """The Collector service. `writer` is the one thread that writes to `store`.
+    """The Collector service. `writer` is the one thread that writes to `store`, `checker` looks at profiles.
 
     `on_stored` is called in the event loop with the nodes that have new reports, after each commit.
     """
 
     def __init__(
-        self, store: Store, writer: Executor, on_stored: Callable[[set[tuple[str, str]]], None]
+        self,
+        store: Store,
+        writer: Executor,
+        checker: Executor,
+        on_stored: Callable[[set[tuple[str, str]]], None],
     ) -> None:
         self.figures = Figures()
         self._store = store
         self._writer = writer
+        self._checker = checker
         self._on_stored = on_stored
         self._batch: list[tuple[_Stream, Item]] = []
         self._streams: set[_Stream] = set()
@@ -76,6 +105,8 @@ class Ingest:
         self._drained = asyncio.Event()
         self._full = asyncio.Event()
         self._stopping = False
+        self._allowance = Allowance(PROFILE_BYTES_PER_MINUTE / 60, PROFILE_RESERVE_BYTES)
+        self._told = -TELL_S  # when a refused profile was last told of
 
     # ---- the streams
 
@@ -150,14 +181,46 @@ class Ingest:
                 continue
             self.figures.jobs_refused += drop_absurd_jobs(report)
             report.node.CopyFrom(stream.node)
+            profiles: Sequence[JobProfile] = ()
+            if report.profiles:
+                profiles = await self._profiles(report)
+                # The message would keep the room of what was taken out as long as it lives.
+                report = Report.FromString(report.SerializeToString())
             stream.waiting += 1
-            self._batch.append((stream, Item(stream.node, report, received_ns)))
+            self._batch.append((stream, Item(stream.node, report, received_ns, profiles)))
             self._arrived.set()
             if len(self._batch) >= BATCH_REPORTS:
                 self._full.set()
             while len(self._batch) >= MAX_WAITING and not stream.failure:
                 self._drained.clear()
                 await self._drained.wait()
+
+    async def _profiles(self, report: Report) -> list[JobProfile]:
+        """Take the profiles out of `report`; those that can be stored."""
+        node, now = (report.node.name, report.node.install_id), time.monotonic()
+        figures = self.figures
+        refused = Counter({"count": max(0, len(report.profiles) - MAX_PROFILES)})
+        profiles = []
+        for profile in report.profiles[:MAX_PROFILES]:
+            if self._allowance.take(node, len(profile.pprof), now):
+                profiles.append(JobProfile())
+                profiles[-1].CopyFrom(profile)
+            else:
+                refused["allowance"] += 1
+        report.ClearField("profiles")
+        loop = asyncio.get_running_loop()
+        faults = await loop.run_in_executor(self._checker, profile_faults, profiles)
+        refused += Counter(filter(None, faults))  # which drops reasons that did not occur
+        figures.profiles_refused += refused
+        if refused and now - self._told >= TELL_S:
+            self._told = now
+            _log.warning(
+                "node %r: profiles are refused (%s); %d since the start",
+                node[0],
+                ", ".join(f"{reason}: {count}" for reason, count in refused.items()),
+                figures.profiles_refused.total(),
+            )
+        return [profile for profile, fault in zip(profiles, faults, strict=True) if not fault]
 
     # ---- the store
 
@@ -207,6 +270,8 @@ class Ingest:
         for (stream, item), outcome in zip(batch, outcomes, strict=True):
             if outcome == STORED:
                 self.figures.stored += 1
+                self.figures.profiles += len(item.profiles)
+                self.figures.profile_bytes += sum(len(profile.pprof) for profile in item.profiles)
                 nodes.add((item.node.name, item.node.install_id))
             elif outcome == OUT_OF_ORDER:
                 self.figures.refused["out of order"] += 1

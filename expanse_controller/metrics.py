@@ -84,6 +84,20 @@ def _own(figures: Figures, store_bytes: int) -> Iterator[Metric]:
         "Job samples left out of reports because their identity is absurd.",
         value=figures.jobs_refused,
     )
+    yield CounterMetricFamily(
+        "expanse_controller_profiles_stored", "Profiles of jobs stored.", value=figures.profiles
+    )
+    yield CounterMetricFamily(
+        "expanse_controller_profile_bytes_stored", "Their size as stored.", value=figures.profile_bytes
+    )
+    refused = CounterMetricFamily(
+        "expanse_controller_profiles_refused",
+        "Profiles left out of reports, by reason.",
+        labels=["reason"],
+    )
+    for reason, count in sorted(figures.profiles_refused.copy().items()):
+        refused.add_metric([reason], count)
+    yield refused
     yield GaugeMetricFamily(
         "expanse_controller_streams", "Streams from nodes now open.", value=figures.streams
     )

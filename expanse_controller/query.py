@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from expanse_controller import merging
 from expanse_controller.columns import COLUMNS
+from expanse_controller.errors import ControllerError
+from expanse_controller.ingest import STOPPING
 from expanse_controller.presence import LISTED_S, age_s, is_silent
-from expanse_controller.reader import Reader
+from expanse_controller.reader import Part, Reader
 from expanse_controller.store import Boot, Store
 from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import (
@@ -21,6 +24,8 @@ from expanse_ebpf.wire.collector_pb2 import (
     JobsReply,
     JobsRequest,
     NodeSnapshot,
+    ProfileReply,
+    ProfileRequest,
     SeriesReply,
     SeriesRequest,
     SnapshotReply,
@@ -39,6 +44,9 @@ class Query:
         self._thread = thread
         self._watchers: set[_Watcher] = set()
         self._ended = False
+        # Each takes a CPU; one with a long span must not hold up all others.
+        self._merging = asyncio.Semaphore(2)
+        self._merges: set[asyncio.Task[tuple[bytes, int]]] = set()
 
     async def snapshot(self, raw: bytes, context: Any) -> bytes:
         """The last two reports of the nodes that reported within a day, or of the one that is named."""
@@ -106,6 +114,42 @@ class Query:
         job, points = found
         return SeriesReply(job=job, points=points).SerializeToString()
 
+    async def profile(self, raw: bytes, context: Any) -> bytes:
+        """The sum of a job's profiles over a span of time, those that reach into it included."""
+        request = await _parsed(ProfileRequest, raw, context)
+        key = await _key(request.key, context)
+        found = await self._read(
+            self._reader.profiles,
+            key,
+            request.run,
+            request.node,
+            request.from_ns,
+            request.to_ns,
+            merging.MAX_PARTS,
+            self._store.live_jobs(),
+        )
+        if found is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no job {request.key[:200]!r} is stored")
+        job, parts = found
+        reply = ProfileReply(job=job)
+        if parts:
+            size = sum(part.bytes for part in parts)
+            if len(parts) > merging.MAX_PARTS or size > merging.MAX_BYTES:
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"more than {merging.MAX_PARTS} profiles or {merging.MAX_BYTES >> 20} MiB of them lie in "
+                    f"that span; {merging.REMEDY}",
+                )
+            try:
+                reply.pprof, reply.parts = await self._merged(parts)
+            except ControllerError as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            except _StoppingError:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
+            reply.from_ns = min(part.from_ns for part in parts)
+            reply.to_ns = max(part.to_ns for part in parts)
+        return reply.SerializeToString()
+
     def stored(self, nodes: set[tuple[str, str]]) -> None:
         """Tell the watchers that these nodes (name, installation) have new reports."""
         for watcher in self._watchers:
@@ -114,11 +158,36 @@ class Query:
                 watcher.fresh |= fresh
                 watcher.changed.set()
 
-    def end(self) -> None:
-        """Let the watchers' streams end."""
+    async def end(self) -> None:
+        """Let the watchers' streams end, and give up what is being merged."""
         self._ended = True
         for watcher in self._watchers:
             watcher.changed.set()
+        merges = list(self._merges)
+        for merge in merges:
+            merge.cancel()
+        await asyncio.gather(*merges, return_exceptions=True)
+
+    async def _merged(self, parts: list[Part]) -> tuple[bytes, int]:
+        """Sum and number of the profiles. Raises ControllerError; _StoppingError when `end` comes first."""
+
+        async def merged() -> tuple[bytes, int]:
+            async with self._merging:
+                return await merging.merged(self._store.path, [(part.row, part.job) for part in parts])
+
+        if self._ended:
+            raise _StoppingError
+        merge = asyncio.create_task(merged())
+        self._merges.add(merge)
+        try:
+            return await merge
+        except asyncio.CancelledError:
+            # Only the merge was, not the call: gRPC logs calls that the server itself cancels as faults.
+            if self._ended and merge.cancelled():
+                raise _StoppingError from None
+            raise
+        finally:
+            self._merges.discard(merge)
 
     def _nodes(self, node: str) -> list[Boot]:
         now = time.time_ns()
@@ -131,6 +200,10 @@ class Query:
 
     async def _read(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+class _StoppingError(Exception):
+    """The controller ends before the answer is ready."""
 
 
 class _Watcher:

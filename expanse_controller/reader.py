@@ -5,9 +5,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from expanse_controller import schema
-from expanse_controller.columns import COLUMNS
+from expanse_controller.columns import COLUMNS, MAX_INTEGER
+from expanse_controller.limits import MAX_PROFILE_NS
 from expanse_controller.store import signed
 from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import JobIdentity, Point, StoredJob
@@ -20,6 +22,17 @@ MAX_JOBS = 5000
 _JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
     FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
 _BY_KEY = "jobs.id IN (SELECT job FROM job_names WHERE scheduler = ? AND name >= ? AND name < ?) "
+
+
+class Part(NamedTuple):
+    """A stored profile: its row, its job's, what it covers, and its size in bytes."""
+
+    row: int
+    job: int
+    from_ns: int
+    to_ns: int
+    bytes: int
+
 
 Live = Mapping[int, tuple[int, int]]  # last time and state of jobs that the writer has not settled
 
@@ -96,6 +109,69 @@ class Reader:
                 known = {name: value for name, value in zip(fields, values, strict=True) if value is not None}
                 points.append(Point(time_ns=time_ns, values=known))
         return job, points
+
+    def profiles(
+        self,
+        key: tuple[str, str],
+        run: int,
+        node: str,
+        from_ns: int,
+        to_ns: int,
+        limit: int,
+        live: Live,
+    ) -> tuple[StoredJob, list[Part]] | None:
+        """A job's profiles, on all its nodes, that have a part between two times (ns), the earliest first.
+
+        None when there is no such job. `run` 0 is the newest one, `node` "" all nodes, `to_ns` 0 the end.
+        Past `limit` profiles the rest is not looked for. The job's node is empty when there are several.
+        """
+        rows = self._db.execute(
+            _JOB + f"WHERE {_BY_KEY} AND (? = 0 OR run = ?) AND (? = '' OR nodes.name = ?) "
+            "ORDER BY first_ns DESC, jobs.id DESC LIMIT ?",
+            (*_range(key), signed(run), signed(run), node, node, MAX_JOBS),
+        ).fetchall()
+        found = [(row[0], row[1], _stored(row, live)) for row in rows]
+        if not run:
+            found = _newest_run(found)
+        if not found:
+            return None
+        begin, end = max(from_ns, 0), max(to_ns, 1) if to_ns else MAX_INTEGER
+        parts: list[Part] = []
+        for row, _, _ in found:
+            if len(parts) > limit:
+                break
+            parts += map(
+                Part._make,
+                self._db.execute(
+                    "SELECT id, job, from_ns, to_ns, length(pprof) FROM profiles "
+                    "WHERE job = ? AND from_ns BETWEEN ? AND ? AND to_ns > ? ORDER BY from_ns LIMIT ?",
+                    (row, begin - MAX_PROFILE_NS, end - 1, begin, limit + 1),
+                ),
+            )
+        jobs = [job for _, _, job in found]
+        told = StoredJob()
+        told.CopyFrom(jobs[0])
+        told.first_ns, told.last_ns = min(j.first_ns for j in jobs), max(j.last_ns for j in jobs)
+        if len({j.node for j in jobs}) > 1:
+            told.node = ""
+        return told, sorted(parts, key=lambda part: (part.from_ns, part.row))
+
+
+def _newest_run(found: list[tuple[int, int, StoredJob]]) -> list[tuple[int, int, StoredJob]]:
+    """Of (row, boot, job), the newest first: what belongs to the newest run of each job.
+
+    A run has another number on each node, so what ran at the same time on different nodes is one run.
+    """
+    began: dict[tuple[str, str], int] = {}
+    seen: set[tuple[str, str, int]] = set()
+    kept = []
+    for row, boot, job in found:
+        name = (job.identity.scheduler, job.identity.id)
+        begin = began.setdefault(name, job.first_ns)
+        if job.last_ns >= begin and (*name, boot) not in seen:
+            kept.append((row, boot, job))
+        seen.add((*name, boot))
+    return kept
 
 
 def _range(key: tuple[str, str]) -> tuple[str, str, str]:

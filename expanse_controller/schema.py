@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import sqlite3
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from expanse_controller.columns import COLUMNS
 from expanse_controller.errors import ControllerError
 
-VERSION = 1
+VERSION = 2
 APPLICATION_ID = 0x45584250  # "EXBP"
 
 # Each commit writes whole pages, most of them changed by some hundred bytes, so small pages keep the
@@ -20,6 +21,22 @@ PAGE_BYTES = 2048
 # the longer the log, the fewer writes.
 CHECKPOINT_PAGES = 4096
 
+_PROFILES = (
+    # With a row id, unlike samples: else blobs would begin in the inner pages of the tree as well, and
+    # a look-up would go through many of them.
+    """CREATE TABLE profiles (
+        id INTEGER PRIMARY KEY,
+        boot INTEGER NOT NULL,
+        time_ns INTEGER NOT NULL,
+        job INTEGER NOT NULL,
+        from_ns INTEGER NOT NULL,
+        to_ns INTEGER NOT NULL,
+        pprof BLOB NOT NULL
+    )""",
+    # By the report that brought them, as samples are: what makes them unique, and how they age.
+    "CREATE UNIQUE INDEX profiles_by_report ON profiles (boot, time_ns, job, from_ns)",
+    "CREATE INDEX profiles_by_job ON profiles (job, from_ns, to_ns)",
+)
 _TABLES = (
     """CREATE TABLE nodes (
         id INTEGER PRIMARY KEY,
@@ -71,7 +88,10 @@ _TABLES = (
         {", ".join(COLUMNS)},
         PRIMARY KEY (boot, time_ns, job)
     ) WITHOUT ROWID""",
+    *_PROFILES,
 )
+# What brings a file of an older version to the next, by that version.
+_STEPS = {1: _PROFILES}
 
 
 def lock(path: Path) -> int:
@@ -120,9 +140,10 @@ def open_writer(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA cache_size = -4096")
         connection.execute("PRAGMA busy_timeout = 5000")
         connection.execute("BEGIN IMMEDIATE")
-        if is_new:
-            for statement in _TABLES:
-                connection.execute(statement)
+        steps = [_TABLES] if is_new else [_STEPS[old] for old in range(version, VERSION)]
+        for statement in itertools.chain(*steps):
+            connection.execute(statement)
+        if steps:
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {VERSION}")
         connection.execute("COMMIT")

@@ -55,12 +55,13 @@ async def serve(
     reader: Reader | None = None
     writer = ThreadPoolExecutor(1, "store")
     asker = ThreadPoolExecutor(1, "query")
+    checker = ThreadPoolExecutor(1, "profiles")
     server: grpc.aio.Server | None = None
     tasks: list[asyncio.Task[None]] = []
     try:
         reader = Reader(db)
         query = Query(store, reader, asker)
-        ingest = Ingest(store, writer, query.stored)
+        ingest = Ingest(store, writer, checker, query.stored)
         server = grpc.aio.server(options=transport.server_options())
         server.add_generic_rpc_handlers(_handlers(ingest, query))
         port = _bind(server, *listen)
@@ -80,7 +81,7 @@ async def serve(
         await stopped.wait()
         # What has come is stored and acknowledged before the streams end.
         ingest.stop()
-        query.end()
+        await query.end()
         await committing
     finally:
         if server is not None:
@@ -89,6 +90,7 @@ async def serve(
             task.cancel()
         writer.shutdown()
         asker.shutdown()
+        checker.shutdown()
         if reader is not None:
             reader.close()
         store.close()
@@ -107,6 +109,7 @@ def _handlers(ingest: Ingest, query: Query) -> tuple[Any, ...]:
                 "Watch": grpc.unary_stream_rpc_method_handler(query.watch),
                 "Jobs": grpc.unary_unary_rpc_method_handler(query.jobs),
                 "Series": grpc.unary_unary_rpc_method_handler(query.series),
+                "Profile": grpc.unary_unary_rpc_method_handler(query.profile),
             },
         ),
     )

@@ -17,10 +17,19 @@ from expanse_controller import schema
 from expanse_controller.columns import COLUMNS, Value, values
 from expanse_controller.errors import ControllerError
 from expanse_ebpf.wire import keys
-from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JobIdentity, JobSample, NodeIdentity, Report
+from expanse_ebpf.wire.collector_pb2 import (
+    JOB_STATE_ENDED,
+    JOB_STATE_UNSPECIFIED,
+    JobIdentity,
+    JobProfile,
+    JobSample,
+    NodeIdentity,
+    Report,
+)
 
 STORED, REPLAYED, OUT_OF_ORDER = "stored", "replayed", "out of order"
-EXPIRE_ROWS = 2000
+# What one transaction deletes at most: a profile takes as much room as a hundred samples.
+EXPIRE_ROWS = {"samples": 2000, "profiles": 100}
 # The end of a job's known time goes to the file at this interval, as long as its state is the same.
 SETTLE_S = 60.0
 # Where a boot stands, its newest report included, goes to the file at this interval: written with every
@@ -32,14 +41,19 @@ _INSERT = (
     f"INSERT OR IGNORE INTO samples (boot, time_ns, job, {', '.join(COLUMNS)}) "
     f"VALUES (?, ?, ?{', ?' * len(COLUMNS)})"
 )
+_INSERT_PROFILE = (
+    "INSERT OR IGNORE INTO profiles (boot, time_ns, job, from_ns, to_ns, pprof) VALUES (?, ?, ?, ?, ?, ?)"
+)
+_ProfileRow = tuple[int | bytes, ...]
 
 
 class Item(NamedTuple):
-    """A report as it came."""
+    """A report as it came, its profiles beside it: they are not kept in memory as the report is."""
 
     node: NodeIdentity
     report: Report
     received_ns: int  # wall clock
+    profiles: Sequence[JobProfile] = ()
 
 
 @dataclass(slots=True)
@@ -145,6 +159,7 @@ class Store:
         fresh: dict[Boot, list[Item]] = {}
         before: dict[Boot, tuple[int, int, int]] = {}
         rows: list[tuple[Value, ...]] = []
+        profiles: list[_ProfileRow] = []
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for item in items:
@@ -156,7 +171,9 @@ class Store:
                     boot.sequence, boot.time_ns = item.report.sequence, item.report.time_ns
                     fresh.setdefault(boot, []).append(item)
                     rows += self._rows(boot, item.report)
+                    profiles += self._profile_rows(boot, item)
             self._db.executemany(_INSERT, rows)
+            self._db.executemany(_INSERT_PROFILE, profiles)
             for boot, taken in fresh.items():
                 boot.received_ns = taken[-1].received_ns
                 if boot.received_ns - boot.saved_ns >= SAVE_S * 1e9:
@@ -185,6 +202,19 @@ class Store:
             job = self._job(boot, sample, report.time_ns)
             yield (boot.id, report.time_ns, job.id, *values(sample))
 
+    def _profile_rows(self, boot: Boot, item: Item) -> Iterable[_ProfileRow]:
+        time_ns = item.report.time_ns
+        for profile in item.profiles:
+            identity = profile.identity
+            # A job that has ended, or one past the agent's limit, comes without a sample.
+            job = boot.jobs.get(_key(identity)) or self._find_job(boot, identity)
+            if job is None:
+                job = self._new_job(boot, identity, JOB_STATE_UNSPECIFIED, profile.from_ns, time_ns)
+            if job.state == JOB_STATE_UNSPECIFIED:
+                job.last_ns = max(time_ns, job.last_ns)
+                boot.jobs[_key(identity)] = job
+            yield (boot.id, time_ns, job.id, profile.from_ns, profile.to_ns, profile.pprof)
+
     def _boot(self, node: NodeIdentity) -> Boot:
         key = (node.name, node.install_id, node.boot_id)
         boot = self._boots.get(key)
@@ -204,26 +234,9 @@ class Store:
 
     def _job(self, boot: Boot, sample: JobSample, time_ns: int) -> LiveJob:
         identity = sample.identity
-        key = (identity.scheduler, identity.run or identity.id)
-        job = boot.jobs.get(key) or self._find_job(boot, identity)
+        job = boot.jobs.get(_key(identity)) or self._find_job(boot, identity)
         if job is None:
-            kept = JobIdentity()
-            kept.CopyFrom(identity)
-            row = self._db.execute(
-                "INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    boot.id,
-                    identity.scheduler,
-                    identity.id,
-                    signed(identity.run),
-                    identity.SerializeToString(),
-                    sample.state,
-                    time_ns,
-                    time_ns,
-                ),
-            ).lastrowid
-            job = LiveJob(row or 0, kept, sample.state, time_ns)
-            self._name(job)
+            job = self._new_job(boot, identity, sample.state, time_ns, time_ns)
         elif job.state != sample.state or job.identity != identity:
             # A pod is known by its uid until its name is: the run is the same, so the job is.
             job.identity.CopyFrom(identity)
@@ -240,7 +253,27 @@ class Store:
                 ),
             )
         job.last_ns = max(time_ns, job.last_ns)
-        boot.jobs[key] = job
+        boot.jobs[_key(identity)] = job
+        return job
+
+    def _new_job(self, boot: Boot, identity: JobIdentity, state: int, first_ns: int, last_ns: int) -> LiveJob:
+        kept = JobIdentity()
+        kept.CopyFrom(identity)
+        row = self._db.execute(
+            "INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                boot.id,
+                identity.scheduler,
+                identity.id,
+                signed(identity.run),
+                identity.SerializeToString(),
+                state,
+                first_ns,
+                last_ns,
+            ),
+        ).lastrowid
+        job = LiveJob(row or 0, kept, state, last_ns)
+        self._name(job)
         return job
 
     def _save(self, boot: Boot, report: Report) -> None:
@@ -275,7 +308,7 @@ class Store:
         ends: list[tuple[int, int]] = []
         for boot in self._boots.values():
             current = boot.newest.current.jobs if boot.newest else ()
-            live_keys[boot] = {(s.identity.scheduler, s.identity.run or s.identity.id) for s in current}
+            live_keys[boot] = {_key(sample.identity) for sample in current}
             ends += [(job.last_ns, job.id) for job in boot.jobs.values()]
         self._db.execute("BEGIN IMMEDIATE")
         try:
@@ -303,16 +336,18 @@ class Store:
         db, keep_ns, more = self._db, int(keep_s * 1e9), False
         boots = db.execute("SELECT id, time_ns, received_ns FROM boots").fetchall()
         for boot, time_ns, received_ns in boots:
-            cutoff = time_ns - keep_ns + (now_ns - received_ns)
-            batch = db.execute(
-                "SELECT time_ns FROM samples WHERE boot = ? AND time_ns < ? ORDER BY 1 LIMIT 1 OFFSET ?",
-                (boot, cutoff, EXPIRE_ROWS - 1),
-            ).fetchone()
-            if batch:
-                more, cutoff = True, batch[0] + 1
+            cutoff, batch = time_ns - keep_ns + (now_ns - received_ns), False
+            for table, rows in EXPIRE_ROWS.items():
+                last = db.execute(
+                    f"SELECT time_ns FROM {table} WHERE boot = ? AND time_ns < ? ORDER BY 1 LIMIT 1 OFFSET ?",
+                    (boot, cutoff, rows - 1),
+                ).fetchone()
+                if last:
+                    more, batch, cutoff = True, True, last[0] + 1
             db.execute("BEGIN IMMEDIATE")
             try:
-                db.execute("DELETE FROM samples WHERE boot = ? AND time_ns < ?", (boot, cutoff))
+                for table in EXPIRE_ROWS:
+                    db.execute(f"DELETE FROM {table} WHERE boot = ? AND time_ns < ?", (boot, cutoff))
                 db.execute("DELETE FROM jobs WHERE boot = ? AND last_ns < ?", (boot, cutoff))
                 if received_ns < now_ns - keep_ns and not batch:
                     db.execute("DELETE FROM boots WHERE id = ?", (boot,))
@@ -353,6 +388,10 @@ def _loaded(
 ) -> Boot:
     newest = Newest(None, Report.FromString(blob), received_ns) if blob is not None else None
     return Boot(row, node, sequence, time_ns, received_ns, newest, received_ns)
+
+
+def _key(identity: JobIdentity) -> tuple[str, int | str]:
+    return identity.scheduler, identity.run or identity.id
 
 
 def signed(run: int) -> int:

@@ -9,9 +9,19 @@ from typing import Any
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
-from expanse_ebpf.wire.collector_pb2 import NodeSnapshot, SnapshotReply, SnapshotRequest
+from expanse_ebpf.wire.collector_pb2 import (
+    NodeSnapshot,
+    ProfileReply,
+    ProfileRequest,
+    SnapshotReply,
+    SnapshotRequest,
+)
 
 CONNECT_S = 3.0
+MERGE_S = 240.0  # a long span is merged for minutes
+_NOBODY = "-"  # no node's name
+# Answers about the question itself; the link is not at fault.
+_REFUSALS = ("NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 MAX_REPLY_BYTES = 64 * 1024 * 1024  # two reports of each of some ten thousand nodes
 
 
@@ -50,6 +60,39 @@ def watch(address: str, node: str = "", timeout: float = CONNECT_S) -> Iterator[
         finally:
             call.cancel()
     raise UnavailableError(f"controller {address} ended the view; repeat the command once it runs again")
+
+
+def fetch_profile(
+    address: str,
+    key: str,
+    run: int = 0,
+    node: str = "",
+    from_ns: int = 0,
+    to_ns: int = 0,
+    timeout: float = MERGE_S,
+) -> ProfileReply:
+    """The Python stacks of the job `key` ("slurm/123") over a span of time, on all its nodes or on one.
+
+    Times are nanoseconds since 1970 UTC, `to_ns` 0 is now. `run` 0 is the newest. The reply's `pprof` is
+    packed by gzip, and empty when nothing is stored of that span. Raises UnavailableError when the
+    controller at `address` (HOST:PORT) cannot be reached, knows no such job, or will not merge as much.
+    """
+    grpc = transport.import_grpc()
+    with _channel(address) as channel:
+        _snapshot(channel, _NOBODY, CONNECT_S)  # whether it is there is told soon
+        ask = channel.unary_unary(
+            transport.PROFILE,
+            request_serializer=ProfileRequest.SerializeToString,
+            response_deserializer=ProfileReply.FromString,
+        )
+        request = ProfileRequest(key=key, run=run, node=node, from_ns=from_ns, to_ns=to_ns)
+        try:
+            reply: ProfileReply = ask(request, timeout=timeout)
+        except grpc.RpcError as error:
+            if error.code().name in _REFUSALS:
+                raise UnavailableError(f"controller {address}: {error.details()}") from None
+            raise
+        return reply
 
 
 def _snapshot(channel: Any, node: str, timeout: float) -> list[NodeSnapshot]:

@@ -14,6 +14,7 @@ SNAPSHOT = f"/{QUERY}/Snapshot"
 WATCH = f"/{QUERY}/Watch"
 JOBS = f"/{QUERY}/Jobs"
 SERIES = f"/{QUERY}/Series"
+PROFILE = f"/{QUERY}/Profile"
 
 # gRPC's own limit on a received message is 4 MiB; what is larger cuts the stream, so it is never sent.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 - 1024

@@ -24,6 +24,8 @@ from expanse_ebpf.wire.collector_pb2 import (
     JobsRequest,
     NodeIdentity,
     NodeSnapshot,
+    ProfileReply,
+    ProfileRequest,
     Report,
     SeriesReply,
     SeriesRequest,
@@ -119,6 +121,13 @@ class Client:
             transport.SERIES, SeriesRequest.SerializeToString, SeriesReply.FromString
         )
         reply: SeriesReply = call(SeriesRequest(key=key, **request), timeout=10)
+        return reply
+
+    def profile(self, key: str, **request: Any) -> ProfileReply:
+        call = self.channel.unary_unary(
+            transport.PROFILE, ProfileRequest.SerializeToString, ProfileReply.FromString
+        )
+        reply: ProfileReply = call(ProfileRequest(key=key, **request), timeout=60)
         return reply
 
     def send(self, *messages: bytes, hello: NodeIdentity | None = None) -> list[int]:

@@ -46,7 +46,7 @@ def test_same_sequence_of_other_boots_and_nodes_is_another_report(store: Store) 
 
 
 def test_old_samples_go_in_batches_and_jobs_with_their_last_sample(store: Store) -> None:
-    total = EXPIRE_ROWS + 500
+    total = EXPIRE_ROWS["samples"] + 500
     for sequence in range(1, total + 1):
         store.write(
             [Item(node(), report(sequence, time_ns=NOW - 10 * DAY + sequence, run=1), NOW - 10 * DAY)]
