@@ -17,7 +17,7 @@
 #define MAX_LINES_CHUNK 4088 /* bytes of a line table in one record */
 #define MAX_LINES_CHUNKS 17
 #define MAX_STACKS 16384 /* rows of the table of counts */
-#define MAX_LAYOUTS 64
+#define MAX_LAYOUTS 1024
 
 /* What one job may have looked up and described in a second; more is counted as over budget. */
 #define MAX_ASKS 128

@@ -164,23 +164,29 @@ static __always_inline u32 recognise(struct walk *walk, struct task_struct *task
 static __always_inline int read_frame(struct walk *walk, struct task_struct *task)
 {
 	struct installed_layout *layout = layout_of(walk);
-	u64 code, instruction, bytecode = 0;
+	u64 code, previous, instruction, bytecode = 0;
 	u32 owner, index = 0;
 	s64 offset;
 
-	if (!layout || !walk->frame || walk->stack.depth >= MAX_FRAMES)
+	if (!layout || !walk->frame)
 		return 1;
 	if (READ(walk->frame_block, below(layout->frame_bytes, 2 * BLOCK), walk->frame)) {
 		walk->outcome = UNREADABLE;
 		return 1;
 	}
 	walk->code.address = 0;
-	walk->frame = word(walk->frame_block, layout->at.frame_previous);
+	previous = word(walk->frame_block, layout->at.frame_previous);
 	if (layout->at.frame_owner != NOWHERE) {
 		owner = walk->frame_block[layout->at.frame_owner & (BLOCK - 1)];
-		if (owner >= layout->at.frame_shim)
+		if (owner >= layout->at.frame_shim) {
+			walk->frame = previous;
 			return 0;
+		}
 	}
+	/* After the shims: what lies beyond is cut only if a function is there. */
+	if (walk->stack.depth >= MAX_FRAMES)
+		return 1;
+	walk->frame = previous;
 	/* Objects are aligned: low bits are tags. */
 	code = word(walk->frame_block, layout->at.frame_code) & ~7ULL;
 	if (layout->at.code_instructions == NOWHERE) {

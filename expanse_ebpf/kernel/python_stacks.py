@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import secrets
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -36,7 +37,7 @@ GIL = ("", "held", "waiting", "released")
 MAX_STACKS = 16384
 OFFSET_BITS = 24
 _PUT_UP = 4096  # free rows lying ready in the kernel for new stacks, and as many for waiting threads
-_MAX_LAYOUTS = 64
+_MAX_LAYOUTS = 1024
 _SLOT_SIZE = 512
 _SELECTED_OFFSET = 256
 _OUTCOMES = struct.Struct(f"={len(OUTCOMES)}Q{(16 - len(OUTCOMES)) * 8}x{len(OUTCOMES)}Q")
@@ -55,6 +56,7 @@ _FLAG_WAITING, _FLAG_TRUNCATED = 4, 8
 _THREAD_BLOCK, _BLOCK = 256, 128
 _SET_BPF = 0x40042408  # PERF_EVENT_IOC_SET_BPF
 _RECORD_LIMIT = 8192  # bytes; none is longer
+_GRACE_S = 0.05  # far longer than a program runs
 _COMPARED = 4096  # bytes of the table of counts that are compared at once
 
 
@@ -176,12 +178,13 @@ class PythonStacks:
         self._configuration = lifecycle.configuration if lifecycle else Configuration(0, 0, 0, cpus.count())
         # Each CPU keeps up to 128 free entries of such a table to itself, and evicts others for them.
         self._least = 256 * self._configuration.cpus
-        self._layouts: dict[bytes, int] = {}
+        self._layouts = 0  # that are installed
         self._enabled: dict[int, int] = {}  # what the clocks of the CPUs stood at
         self._free = deque(range(MAX_STACKS))  # rows that can be put up
         self._put_up = 0
         self._used: list[int] = []  # rows of the present epoch, in the order in which they were taken
         self._ending: list[int] = []  # rows of the epoch before
+        self._renewed_at = 0.0
         self._seen = bytearray(MAX_STACKS * _COUNT.size)
         clock = partial(perf.open_counter, frequency=rate_hz)
         self._events = perf.OpenCounters([perf.SOFTWARE["cpu-clock"]], clock)
@@ -317,16 +320,15 @@ class PythonStacks:
         return known is not None and _PROCESS.unpack(known)[0] == space
 
     def install(self, layout: Layout) -> int:
-        """A number by which answer() refers to `layout`; raises UnavailableError when there are too many."""
-        key = bytes(layout)
-        number = self._layouts.get(key)
-        if number is None:
-            number = len(self._layouts)
-            if number >= _MAX_LAYOUTS:
-                raise UnavailableError(f"more than {_MAX_LAYOUTS} kinds of interpreter")
-            self._object.maps["layouts"].update(_U32.pack(number), bytes(installed(layout)))
-            self._layouts[key] = number
-        return number
+        """A number by which answer() refers to `layout`, 0 for the first, 1 for the next.
+
+        Raises UnavailableError when there are too many.
+        """
+        if self._layouts >= _MAX_LAYOUTS:
+            raise UnavailableError(f"more than {_MAX_LAYOUTS} kinds of interpreter")
+        self._object.maps["layouts"].update(_U32.pack(self._layouts), bytes(installed(layout)))
+        self._layouts += 1
+        return self._layouts - 1
 
     def answer(self, space: int, outcome: str, runtime: int = 0, layout: int = 0) -> None:
         """Processes in `space` can be walked ("resolved"), or every sample of them is `outcome`."""
@@ -365,9 +367,11 @@ class PythonStacks:
     def recycle(self) -> list[int]:
         """Lay free rows ready; to be called once a drain, after counted(). The rows that have been cleared.
 
-        Rows are cleared two drains after the kernel side was told to use others: by then no program can
-        be at one of them any more, and all that was counted there has been read.
+        Rows are cleared at a later drain than that at which the kernel side was told to use others: by
+        then no program can be at one of them any more, and all that was counted there has been read.
         """
+        if self._ending and time.monotonic() - self._renewed_at < _GRACE_S:
+            return []
         cleared, self._ending = self._ending, []
         for row in cleared:
             _COUNT.pack_into(self._counts, row * _COUNT.size, 0, 0)
@@ -381,6 +385,7 @@ class PythonStacks:
     def renew(self) -> None:
         """Have every stack described and counted anew, in another row, from now on."""
         self._control.stack_epoch += 1
+        self._renewed_at = time.monotonic()
         self._ending, self._used = self._ending + self._used, []
 
     def _put_rows_up(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_LOOKUPS = 64  # of processes, between two turns of the caller's loop; the rest is asked for again
 _MAX_REFUSALS = 256
+_MAX_NEW_LAYOUTS = 8  # that processes of one job may bring in an hour
 _MAX_PARTIAL = 256  # code objects of which only some parts have come
 _MAX_CODES = 16384  # that are remembered; 0.6 KiB each, as a rule
 _MAX_TABLES = 16 << 20  # bytes of their line tables
@@ -105,6 +107,9 @@ class Sampler:
         self._interpreters = Interpreters()
         self._asks: list[kernel.Ask] = []
         self._layouts: list[Layout] = []
+        self._numbers: dict[bytes, int] = {}  # of the same
+        self._brought = Counter[int]()  # new layouts, by the slot of the job that has brought them
+        self._brought_since = 0.0
         self._parts: dict[int, dict[str, list[kernel.Part]]] = {}
         self._codes: dict[int, _Code] = {}
         self._tables = 0  # bytes
@@ -195,18 +200,32 @@ class Sampler:
             self._refuse(ask, Refusal(Reason.OPTED_OUT, "EXPANSE_PROFILE=off is in its environment"))
             return
         try:
-            layout = self._kernel.install(found.layout)
+            layout = self._install(found.layout, ask.slot)
         except UnavailableError as error:
             self._refuse(ask, Refusal(Reason.UNSUPPORTED, f"{_named(found)}: {error}"))
             return
-        if layout == len(self._layouts):
-            self._layouts.append(found.layout)
         self._kernel.answer(ask.space, "resolved", found.runtime, layout)
         self.refusals.pop(ask.pid, None)
 
+    def _install(self, layout: Layout, slot: int) -> int:
+        """The layout's number. From 3.13 on it comes out of a file, and anybody can make many."""
+        number = self._numbers.get(bytes(layout))
+        if number is not None:
+            return number
+        if time.monotonic() - self._brought_since > 3600:
+            self._brought.clear()
+            self._brought_since = time.monotonic()
+        if self._brought[slot] >= _MAX_NEW_LAYOUTS:
+            raise UnavailableError("its job has brought too many kinds of interpreter")
+        number = self._numbers[bytes(layout)] = self._kernel.install(layout)
+        self._brought[slot] += 1
+        self._layouts.append(layout)
+        return number
+
     def _refuse(self, ask: kernel.Ask, refusal: Refusal) -> None:
         self.refusals.pop(ask.pid, None)
-        self.refusals[ask.pid] = refusal
+        if refusal.reason is not Reason.STARTING:  # which is over soon, and then another may ask
+            self.refusals[ask.pid] = refusal
         if len(self.refusals) > _MAX_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
         outcome = _OUTCOMES.get(refusal.reason)
