@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_LOOKUPS = 64  # of processes, between two turns of the caller's loop; the rest is asked for again
 _MAX_REFUSALS = 256
+_LONG_STARTING = 5  # tries: 1.7 s
 _MAX_NEW_LAYOUTS = 8  # that processes of one job may bring in an hour
 _MAX_PARTIAL = 256  # code objects of which only some parts have come
 _MAX_CODES = 16384  # that are remembered; 0.6 KiB each, as a rule
@@ -229,6 +230,8 @@ class Sampler:
         if len(self.refusals) > _MAX_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
         outcome = _OUTCOMES.get(refusal.reason)
+        if refusal.reason is Reason.STARTING and ask.tries >= _LONG_STARTING:
+            outcome = "not_python"  # linked to libpython, and does not use it so far; it is looked at again
         if outcome is not None and self._kernel.is_in(ask.host_pid, ask.space):
             self._kernel.answer(ask.space, outcome)
 
