@@ -7,9 +7,10 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING
 
 import expanse_ebpf
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from expanse_ebpf.jobs.adopt import Adoptions
     from expanse_ebpf.jobs.job import Job
     from expanse_ebpf.ship.client import ControllerStream
-    from expanse_ebpf.wire.collector_pb2 import JobSample
+    from expanse_ebpf.sources.python_watch import ProfileWatch
+    from expanse_ebpf.wire.collector_pb2 import JobSample, WatchProfileRequest
 
 _log = logging.getLogger(__name__)
 _RETRY_TICKS = 60  # how often a source that could not start is tried again
+_BACKLOG = 10  # reports that wait for their acknowledgement: with more of them no large ones are made
 _SWEEP_TICKS = 60  # how often cgroups that a killed `run` has left are looked for
 
 
@@ -58,6 +61,7 @@ class Agent:
         self._why_no_bpf = ""
         self._context = sources.Context(config, None)
         self._sources: list[sources.Source] = []
+        self._due: dict[sources.Attentive, float] = {}  # monotonic time of each one's next beat
         self._down: dict[str, str] = {}  # sources that are not up, and why
         self._sample_ns: dict[str, int] = {}
         self._last_tick: float | None = None
@@ -87,6 +91,7 @@ class Agent:
             agent_uid=os.geteuid(),
             on_processes=self._processes,
             on_run=self._run_for_user,
+            on_profile=self._watch_profile,
         )
         self._stream: ControllerStream | None = None
 
@@ -154,7 +159,9 @@ class Agent:
             for slot in (SLOT_SYSTEM, SLOT_OVERFLOW):
                 if slot in carried:
                     self._lifecycle.slots.carry(slot, carried[slot])
-        self._context = sources.Context(self.config, self._lifecycle, self._why_no_bpf)
+        self._context = sources.Context(
+            self.config, self._lifecycle, self._why_no_bpf, ships=self._ships_soon
+        )
         wanted = [name for name, on in asdict(self.config.sources).items() if on]
         self._sources = sources.create(wanted, self._context)
         self._down = {}
@@ -168,15 +175,28 @@ class Agent:
         try:
             source.start()
             self._down.pop(source.name, None)
+            self._attend(source)
         except (ExpanseError, OSError) as error:
             if str(error) not in (self._down.get(source.name), self._why_no_bpf):
                 _log.warning("source %s is off: %s", source.name, error)
             self._down[source.name] = str(error)
-            source.stop()
+            self._stop_source(source)
+
+    def _attend(self, source: sources.Source) -> None:
+        """Call the source between ticks too, where it wants that."""
+        if isinstance(source, sources.Attentive):
+            ready = source.ready
+            self._selector.register(source.fd, selectors.EVENT_READ, lambda _mask: self._call(source, ready))
+            self._due[source] = time.monotonic() + source.period_s
+
+    def _stop_source(self, source: sources.Source) -> None:
+        if isinstance(source, sources.Attentive) and self._due.pop(source, None) is not None:
+            self._selector.unregister(source.fd)
+        source.stop()
 
     def _end_sources(self) -> None:
         for source in self._sources:
-            source.stop()
+            self._stop_source(source)
         self._sources = []
         if self._lifecycle is not None:
             self._selector.unregister(self._lifecycle.fd)
@@ -201,9 +221,10 @@ class Agent:
             due = time.monotonic()
             while not self._stopping and ticks != 0:
                 next_sign = self._service.alive()
-                wait = due - time.monotonic()
-                if wait > 0:
-                    for key, mask in self._selector.select(min(wait, next_sign)):
+                if time.monotonic() < due:
+                    next_beat = self._beat()
+                    wait = min(due - time.monotonic(), next_sign, next_beat)
+                    for key, mask in self._selector.select(max(wait, 0)):
                         key.data(mask)
                     continue
                 self._guarded_tick()
@@ -214,6 +235,26 @@ class Agent:
                 if behind > 0:  # suspended, or starved of CPU: no burst of ticks to catch up
                     self._missed += behind
                     due += behind * interval
+
+    def _beat(self) -> float:
+        """Call the sources whose time has come; seconds until that of the next."""
+        for source, due in list(self._due.items()):
+            if source.period_s and time.monotonic() >= due:
+                self._call(source, source.beat)
+                if source in self._due:
+                    # One that takes its whole period must not take the whole CPU.
+                    self._due[source] = max(due + source.period_s, time.monotonic() + source.period_s / 2)
+        now = time.monotonic()
+        return min((due - now for source, due in self._due.items() if source.period_s), default=inf)
+
+    def _call(self, source: sources.Source, step: Callable[..., None], *arguments: object) -> None:
+        """One step of a source, which must not take the others with it when it fails."""
+        try:
+            step(*arguments)
+        except Exception as error:
+            self._down[source.name] = f"{type(error).__name__}: {error}"
+            _log.exception("source %s failed and is off for now", source.name)
+            self._stop_source(source)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -335,12 +376,7 @@ class Agent:
             if source.name in self._down:
                 return
         began = time.perf_counter_ns()
-        try:
-            source.sample(now, samples, report)
-        except Exception as error:  # one failing source must not take the others with it
-            self._down[source.name] = f"{type(error).__name__}: {error}"
-            _log.exception("source %s failed and is off for now", source.name)
-            source.stop()
+        self._call(source, source.sample, now, samples, report)
         self._sample_ns[source.name] = time.perf_counter_ns() - began
 
     def _describe_collector(self, report: Report) -> None:
@@ -398,6 +434,17 @@ class Agent:
             if job.key == key and run in (0, job.identity.run):
                 return ProcessesReply(processes=processes.describe(job.pids or ()))
         return ProcessesReply()
+
+    def _watch_profile(self, request: WatchProfileRequest, uid: int | None) -> ProfileWatch:
+        for source in self._sources:
+            if source.name == "python":
+                if source.name in self._down:
+                    raise UnavailableError(f"Python stacks are not available: {self._down[source.name]}")
+                return source.watch(request, uid, self._table)  # type: ignore[attr-defined, no-any-return]
+        raise UnavailableError("Python stacks are switched off: set sources.python = true")
+
+    def _ships_soon(self) -> bool:
+        return self._stream is not None and self._stream.connected and self._stream.unsent < _BACKLOG
 
     def _run_for_user(self, name: str, pid: int, uid: int) -> RunReply:
         from expanse_ebpf.jobs.adopt import Adoptions

@@ -20,6 +20,7 @@ from expanse_ebpf.errors import ConfigError
 
 DEFAULT_FILE = Path("/etc/expanse-ebpf/config.toml")
 COUNTERS = ("cycles", "instructions", "cache_references", "cache_misses", "branch_misses")
+MAX_RATE_HZ = 999  # of samples of Python stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,25 @@ class SourcesConfig:
     cpu: bool = True
     cgroup: bool = True
     host: bool = True
+    python: bool = True  # Python stacks, see PythonConfig
     network: bool = False  # by parts of pyroute2: 2.4 MiB of memory, 4.2 MiB without gRPC
     delays: bool = False  # likewise: 1.5 or 8.7 MiB; needs kernel.task_delayacct=1
+
+
+@dataclass(frozen=True, slots=True)
+class PythonConfig:
+    """Python stacks: how often they are taken, and of which jobs.
+
+    A job is profiled when it matches one of `jobs`, one of `users` where any are given, and one of
+    `namespaces` where any are given; all are shell patterns. Others are while somebody looks at them. A
+    process opts out by EXPANSE_PROFILE=off in its environment.
+    """
+
+    rate_hz: int = 49  # samples per second of each CPU, 1 to 999
+    waits_hz: int = 4  # looks per second at threads that wait, 0 (none) to 20
+    jobs: tuple[str, ...] = ("*",)  # keys, e.g. "slurm/*"; empty: none
+    users: tuple[str, ...] = ()  # names or numbers; empty: any
+    namespaces: tuple[str, ...] = ()  # of Kubernetes; empty: any, and jobs of other kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,7 @@ class Config:
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
     sources: SourcesConfig = field(default_factory=SourcesConfig)
+    python: PythonConfig = field(default_factory=PythonConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
 
 
@@ -167,6 +186,12 @@ def _checked(config: Config) -> Config:
         raise ConfigError(
             f"cpu.bpf_stats_every: {c.bpf_stats_every} is less than 2 (use bpf_stats = 'always')"
         )
+    for name, number, least, most in (
+        ("python.rate_hz", config.python.rate_hz, 1, MAX_RATE_HZ),
+        ("python.waits_hz", config.python.waits_hz, 0, 20),
+    ):
+        if not least <= number <= most:
+            raise ConfigError(f"{name}: {number} is not between {least} and {most}")
     for name, address in (
         ("agent.metrics_listen", a.metrics_listen),
         ("controller.address", config.controller.address),

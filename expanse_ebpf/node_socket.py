@@ -1,4 +1,4 @@
-"""The node's Unix socket: reports for those who may see them, and answers to short questions.
+"""The node's Unix socket: reports for those who may see them, Python stacks, and answers to short questions.
 
 It lives in the agent's own loop. Every file is registered in the selector with a function as its
 `data`, to be called with the ready mask: `for key, mask in selector.select(): key.data(mask)`.
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from google.protobuf.message import DecodeError, Message
 
@@ -31,9 +32,11 @@ from expanse_ebpf.wire.collector_pb2 import (
     NodeReply,
     NodeRequest,
     ProcessesReply,
+    ProfilePart,
     Report,
     RunReply,
     SourceStatus,
+    WatchProfileRequest,
 )
 
 HISTORY = 120  # reports kept for those who come later
@@ -43,6 +46,8 @@ MAX_CLIENTS = 64
 RESERVED = 8  # of them for root, whom nobody must be able to lock out
 MAX_CLIENTS_PER_UID = 8
 REQUEST_BURST, REQUESTS_PER_S = 40.0, 20.0  # of a user without root, over all their connections
+MAX_PROFILES = 16  # clients without root who look at Python stacks: each makes work in every tick
+MAX_PROFILES_PER_UID = 2
 MAX_PENDING_ALL = HISTORY_BYTES + (4 << 20)  # bytes not yet taken by a client who sees everything
 MAX_PENDING_USER = 1 << 20  # the same for anyone else
 QUIET_S = 10.0  # a client that neither watches nor asks is dropped after this time
@@ -53,6 +58,22 @@ _log = logging.getLogger(__name__)
 
 OnProcesses = Callable[[str, int, int], ProcessesReply]
 OnRun = Callable[[str, int, int], RunReply]
+
+
+class ProfileWatch(Protocol):
+    """Python stacks that are being gathered for one client."""
+
+    over: str  # why nothing more will come; empty: more will
+
+    def part(self, *, up_to_now: bool = False) -> ProfilePart:
+        """What has come since the last part: up to the last tick, or up to now."""
+
+    def close(self) -> None:
+        """Nobody wants them any more."""
+
+
+# The user's id is None for those who see everything.
+OnProfile = Callable[[WatchProfileRequest, int | None], ProfileWatch]
 
 
 def frame(message: Message) -> bytes:
@@ -95,6 +116,7 @@ class _Client:
         "pending",
         "pending_bytes",
         "pid",
+        "profile",
         "received",
         "socket",
         "uid",
@@ -109,6 +131,7 @@ class _Client:
         self.pending: deque[memoryview] = deque()
         self.pending_bytes = 0
         self.watching = False
+        self.profile: ProfileWatch | None = None
         self.closing = False  # to be closed as soon as what is pending has gone out
         self.deadline = time.monotonic() + QUIET_S
 
@@ -116,8 +139,9 @@ class _Client:
 class NodeSocket:
     """The server side of the node's socket.
 
-    `on_processes(key, run, uid)` and `on_run(name, pid, uid)` answer the two kinds of question; what
-    they raise as ExpanseError goes to the client as its one line.
+    `on_processes(key, run, uid)` and `on_run(name, pid, uid)` answer the two kinds of question,
+    `on_profile(request, uid)` begins a stream of Python stacks; what they raise as ExpanseError goes to
+    the client as its one line.
     """
 
     def __init__(
@@ -127,12 +151,14 @@ class NodeSocket:
         agent_uid: int = 0,
         on_processes: OnProcesses | None = None,
         on_run: OnRun | None = None,
+        on_profile: OnProfile | None = None,
     ) -> None:
         self.path = path
         self._selector = selector
         self._all_seeing = {0, agent_uid}
         self._on_processes = on_processes
         self._on_run = on_run
+        self._on_profile = on_profile
         self._listener: socket.socket | None = None
         self._inode = (0, 0)
         self._spare = -1
@@ -217,7 +243,15 @@ class NodeSocket:
     # ---- reports out
 
     def publish(self, report: Report) -> None:
-        """Keep `report` and send every watcher what they may see of it. The caller must not change it."""
+        """Keep `report` and send every watcher what they may see of it. The caller must not change it.
+
+        `Report.profiles` is for the controller: megabytes, which nobody here waits for. Who wants a
+        profile asks for one, and gets its next part now.
+        """
+        if report.profiles:
+            whole_report, report = report, Report()
+            report.CopyFrom(whole_report)
+            report.ClearField("profiles")
         whole = frame(NodeReply(report=report))
         self._last = report
         self._history.append(whole)
@@ -236,7 +270,24 @@ class NodeSocket:
             if client.uid not in by_uid:
                 by_uid[client.uid] = frame(NodeReply(report=visible(report, client.uid)))
             self._send(client, by_uid[client.uid])
+        for client in [client for client in self._clients if client.profile is not None]:
+            self._send_part(client)
         self._sweep()
+
+    def _send_part(self, client: _Client, *, up_to_now: bool = False) -> None:
+        """The next part of a profile; the last one when there will be no other."""
+        profile = client.profile
+        if profile is None:
+            return
+        self._reply(client, lambda: NodeReply(profile=profile.part(up_to_now=up_to_now)))
+        if profile.over and client in self._clients:
+            self._end_profile(client)
+            self._finish(client)
+
+    def _end_profile(self, client: _Client) -> None:
+        if client.profile is not None:
+            client.profile.close()
+            client.profile = None
 
     def _send_history(self, client: _Client, wanted: int) -> None:
         frames: list[bytes] = []
@@ -306,7 +357,8 @@ class NodeSocket:
     def _sweep(self) -> None:
         now = time.monotonic()
         for client in list(self._clients):
-            if (client.closing or not client.watching) and now > client.deadline:
+            stays = client.watching or client.profile is not None
+            if (client.closing or not stays) and now > client.deadline:
                 self._drop(client)
         for uid, (left, when) in list(self._allowance.items()):
             if left + (now - when) * REQUESTS_PER_S >= REQUEST_BURST:
@@ -315,6 +367,7 @@ class NodeSocket:
     def _drop(self, client: _Client) -> None:
         if client in self._clients:
             self._clients.remove(client)
+            self._end_profile(client)
             self._selector.unregister(client.socket)
             client.socket.close()
 
@@ -338,7 +391,11 @@ class NodeSocket:
             return
         if not data:
             client.watching = False
-            self._finish(client)
+            # Who has shut down only its own side still reads: it gets what came since the last tick.
+            self._send_part(client, up_to_now=True)
+            if client in self._clients:
+                self._end_profile(client)
+                self._finish(client)
             return
         client.received += data
         while not client.closing and len(client.received) >= _LENGTH.size:
@@ -439,8 +496,24 @@ class NodeSocket:
         elif kind == "run" and self._on_run is not None:
             run = partial(self._on_run, request.run.name, client.pid, client.uid)
             self._reply(client, lambda: NodeReply(run=run()))
+        elif kind == "profile" and self._on_profile is not None and client.profile is None:
+            self._begin_profile(client, self._on_profile, request.profile)
         else:
             self._fail(client, f"the agent does not answer a request of kind {kind or 'unknown'} here")
+
+    def _begin_profile(self, client: _Client, begin: OnProfile, request: WatchProfileRequest) -> None:
+        """Begin to gather; the first part comes at once and tells the rate."""
+
+        def first() -> NodeReply:
+            client.profile = begin(request, None if client.uid in self._all_seeing else client.uid)
+            return NodeReply(profile=client.profile.part())
+
+        if client.uid not in self._all_seeing:
+            others = [c.uid for c in self._clients if c.profile is not None and c.uid not in self._all_seeing]
+            if others.count(client.uid) >= MAX_PROFILES_PER_UID or len(others) >= MAX_PROFILES:
+                self._fail(client, "the agent already profiles for as many users as it can; try again later")
+                return
+        self._reply(client, first)
 
     def _reply(self, client: _Client, make: Callable[[], NodeReply]) -> None:
         try:

@@ -59,6 +59,12 @@ def test_lists_and_switches(no_file: Path) -> None:
         ("[controller]\naddress = 'host'", "is not HOST:PORT"),
         ("[controller]\naddress = 'host:66000'", "is not HOST:PORT"),
         ("[controller]\nmax_unsent = 0", "less than 1"),
+        ("[python]\nrate_hz = 0", "python.rate_hz: 0 is not between 1 and 999"),
+        ("[python]\nrate_hz = 1000", "not between 1 and 999"),
+        ("[python]\nrate_hz = 9.5", "a whole number is wanted"),
+        ("[python]\nwaits_hz = -1", "python.waits_hz: -1 is not between 0 and 20"),
+        ("[python]\nwaits_hz = 21", "not between 0 and 20"),
+        ("[python]\njobs = '*'\nuser = 'ada'", "no such setting; [python] has rate_hz"),
         ("[agent", "not valid TOML"),
     ],
 )

@@ -23,9 +23,18 @@ from hypothesis import strategies as st
 
 from expanse_ebpf import node_socket
 from expanse_ebpf.errors import ConfigError, UnavailableError
+from expanse_ebpf.export import pprof
 from expanse_ebpf.node_socket import NodeSocket, frame, visible
 from expanse_ebpf.top import client
-from expanse_ebpf.wire.collector_pb2 import NodeReply, NodeRequest, ProcessesRequest, RunRequest, WatchRequest
+from expanse_ebpf.wire.collector_pb2 import (
+    NodeReply,
+    NodeRequest,
+    ProcessesRequest,
+    ProfilePart,
+    RunRequest,
+    WatchProfileRequest,
+    WatchRequest,
+)
 from tests.top.serving import ServedNode, make_report
 
 ROOT = Path(__file__).parents[1]
@@ -245,6 +254,124 @@ def test_an_agent_without_answers_says_so(path: str) -> None:
         node.server._on_run = None
         with pytest.raises(UnavailableError, match="kind run"):
             client.ask(path, NodeRequest(run=RunRequest(name="x")))
+
+
+# ---- Python stacks
+
+
+def function(part: ProfilePart) -> str:
+    """The one function in a part; empty when there is none."""
+    return "".join(s.frames[0].name for s in pprof.Reader(pprof.loads(part.pprof)).stacks())
+
+
+def ask(**fields: object) -> bytes:
+    return frame(NodeRequest(profile=WatchProfileRequest(**fields)))  # type: ignore[arg-type]
+
+
+def test_a_part_comes_at_once_then_one_per_tick_and_the_last_when_enough(node: ServedNode, path: str) -> None:
+    enough = False
+    parts = client.profile(path, WatchProfileRequest(key="slurm/4411", run=7), lambda: enough)
+    first = next(parts)
+    assert (function(first), first.rate_hz) == ("", 49)
+    (watch,) = node.watches
+    assert (watch.request, watch.uid) == (WatchProfileRequest(key="slurm/4411", run=7), None)
+    for number in (1, 2):
+        node.publish(make_report(number))
+        assert function(next(parts)) == f"part{number}"
+    enough = True
+    assert [function(part) for part in parts] == ["part3"]
+    assert watch.asked == [False, False, False, True]
+    eventually(lambda: watch.closed == 1 and node.clients() == 0)
+    node.publish(make_report(3))
+    assert watch.parts == 4
+
+
+def test_a_client_who_hangs_up_is_watched_for_no_longer(node: ServedNode, path: str) -> None:
+    with connected(path) as connection:
+        connection.sendall(ask(pid=1))
+        next(replies(connection))
+    eventually(lambda: node.watches[0].closed and node.clients() == 0)
+    node.publish(make_report(1))
+
+
+def test_what_has_ended_is_told_and_hung_up_on(node: ServedNode, path: str) -> None:
+    parts = client.profile(path, WatchProfileRequest(key="slurm/4411"), lambda: False)
+    next(parts)
+    node.watches[0].over = "the job has ended"
+    node.publish(make_report(1))
+    last = next(parts)
+    assert (function(last), last.note) == ("part1", "the job has ended")
+    with pytest.raises(client.HungUpError):
+        next(parts)
+    assert node.watches[0].closed == 1
+
+
+def test_a_question_about_stacks_that_cannot_be_answered_is_one_line(node: ServedNode, path: str) -> None:
+    for key, words in (("slurm/0", "no job slurm/0 on this node"), ("slurm/boom", "see its log")):
+        with pytest.raises(UnavailableError, match=words):
+            next(client.profile(path, WatchProfileRequest(key=key), lambda: False))
+    eventually(lambda: node.clients() == 0)
+    node.server._on_profile = None
+    with pytest.raises(UnavailableError, match="kind profile"):
+        next(client.profile(path, WatchProfileRequest(key="slurm/4411"), lambda: False))
+
+
+def test_who_looks_at_stacks_is_not_dropped_for_being_quiet(
+    node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_socket, "QUIET_S", 0.05)
+    parts = client.profile(path, WatchProfileRequest(key="slurm/4411"), lambda: False)
+    next(parts)
+    time.sleep(0.1)
+    for number in (1, 2):
+        node.publish(make_report(number))
+        assert function(next(parts)) == f"part{number}"
+    parts.close()
+
+
+def test_two_requests_on_one_connection_are_refused(node: ServedNode, path: str) -> None:
+    with connected(path) as connection:
+        connection.sendall(ask(key="slurm/4411") * 2)
+        answers = list(replies(connection))
+    assert [answer.WhichOneof("reply") for answer in answers] == ["profile", "error"]
+    eventually(lambda: node.watches[0].closed == 1)
+    assert len(node.watches) == 1
+
+
+def test_users_ask_in_their_own_name_and_only_so_many_at_a_time(
+    node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.server._all_seeing = set()
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> NodeReply:
+            connection = stack.enter_context(connected(path))
+            connection.sendall(ask(key="slurm/4411"))
+            return next(replies(connection))
+
+        for _ in range(node_socket.MAX_PROFILES_PER_UID):
+            assert begin().WhichOneof("reply") == "profile"
+        assert "as many users as it can" in begin().error
+        monkeypatch.setattr(node_socket, "MAX_PROFILES_PER_UID", 99)
+        monkeypatch.setattr(node_socket, "MAX_PROFILES", 3)
+        assert begin().WhichOneof("reply") == "profile"
+        assert "as many users as it can" in begin().error
+        node.server._all_seeing = {0}
+        assert begin().WhichOneof("reply") == "profile"
+        assert [watch.uid for watch in node.watches] == [0, 0, 0, None]
+
+
+def test_profiles_of_a_report_stay_with_the_controller(node: ServedNode, path: str) -> None:
+    report = make_report(1)
+    report.profiles.add(pprof=b"x" * 1_000_000, from_ns=1, to_ns=2)
+    node.publish(report)
+    seen = next(client.watch(path, history=1))
+    assert not seen.profiles
+    assert len(seen.jobs) == 3
+    assert node.server._history_bytes < 100_000
+    assert len(report.profiles) == 1
+    assert not visible(report, 1000).profiles
+    assert visible(report, 1000).jobs[0].HasField("python")
 
 
 # ---- hostile and slow clients

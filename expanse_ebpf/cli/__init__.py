@@ -23,6 +23,7 @@ COMMANDS = {
     "agent": ("expanse_ebpf.cli.agent", "Watch every job on this node."),
     "run": ("expanse_ebpf.cli.run", "Start a command as a job of its own."),
     "top": ("expanse_ebpf.cli.top", "Show the jobs of this node, live."),
+    "profile": ("expanse_ebpf.cli.profile", "Show which Python lines a job's time goes to."),
     "check": ("expanse_ebpf.cli.check", "Say what this node can and cannot do, and why."),
     "demo": ("expanse_ebpf.cli.demo", "Agent, controller and a small training job, all at once."),
 }
@@ -142,7 +143,8 @@ Examples:
   expanse-ebpf agent                         watch it (as root)
   expanse-ebpf top                           and look
   expanse-ebpf run --name train -- python train.py
-  expanse-ebpf top --once --json --job run/train""",
+  expanse-ebpf top --once --json --job run/train
+  expanse-ebpf profile --job run/train -o train.html""",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 def main() -> None:

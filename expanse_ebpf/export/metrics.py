@@ -120,6 +120,8 @@ JOB_METRICS = (
     _job("io_writes_total", "operations", "Writes to block devices.", "cgroup: io.stat, blkio", "io_write_ops"),
     _job("pressure_seconds_total", "seconds", "Time for which some of the job's tasks, or all (full), stood still for want of the resource.", "cgroup: cpu.pressure, memory.pressure, io.pressure", _PRESSURE, "resource", "share"),
     *(_job(f"network_{name}_total", unit, f"{text} in the job's own network namespace.", "netlink", f"network.{field}") for name, unit, field, text in _NETWORK),
+    _job("python_samples_total", "samples", "Samples that found the job on a CPU, of which its Python stacks are made.", "perf event, read by BPF", "python.samples"),
+    _job("python_unresolved_total", "samples", "Of these samples, those without a Python stack, by reason.", "perf event, read by BPF", readers.python_unresolved, "reason"),
     _job("delay_seconds_total", "seconds", "Time that the job's threads waited, by cause.", "taskstats", _DELAYS, "cause"),
 )
 

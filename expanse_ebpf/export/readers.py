@@ -90,6 +90,15 @@ def hardware(message: type[Any], path: str, attribute: str) -> Reader:
     return read
 
 
+def python_unresolved(job: JobSample) -> Iterator[Row]:
+    """Samples without a Python stack, by reason; those that were lost are among them."""
+    if job.HasField("python"):
+        reasons = dict(sorted(job.python.unresolved.items())[:MAX_REASONS])
+        if job.python.HasField("lost"):
+            reasons["lost"] = job.python.lost
+        yield from (((reason,), number) for reason, number in reasons.items())
+
+
 def interfaces(field: str) -> Reader:
     """A network counter of the host, by interface."""
 

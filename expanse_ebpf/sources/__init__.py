@@ -8,9 +8,9 @@ memory on every node.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from expanse_ebpf.config import Config
@@ -23,6 +23,7 @@ REGISTRY = {
     "cpu": "expanse_ebpf.sources.cpu",
     "cgroup": "expanse_ebpf.sources.cgroup",
     "host": "expanse_ebpf.sources.host",
+    "python": "expanse_ebpf.sources.python",
     "network": "expanse_ebpf.sources.network",
     "delays": "expanse_ebpf.sources.delays",
 }
@@ -36,6 +37,8 @@ class Context:
     lifecycle: Lifecycle | None  # None: the BPF programs are not loaded
     why_no_bpf: str = ""
     overflow: list[Job] = field(default_factory=list)  # jobs past `agent.max_jobs` in this tick
+    # Whether a large message in the next report will soon be with the controller, not wait in memory.
+    ships: Callable[[], bool] = lambda: False
 
 
 class Source(Protocol):
@@ -57,6 +60,23 @@ class Source(Protocol):
 
     def stop(self) -> None:
         """Close everything; safe to call twice and after a failed start."""
+
+
+@runtime_checkable
+class Attentive(Source, Protocol):
+    """A source that wants to be called between samples too, from its start to its stop.
+
+    Both calls are to take no longer than a few milliseconds: the next report waits for them.
+    """
+
+    fd: int  # ready() is called when it is readable
+    period_s: float  # beat() is called so often; 0: never
+
+    def ready(self) -> None:
+        """Read what `fd` has."""
+
+    def beat(self) -> None:
+        """A period has passed."""
 
 
 def create(names: Iterable[str], context: Context) -> list[Source]:

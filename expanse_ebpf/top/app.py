@@ -49,6 +49,7 @@ HELP = """\
   IPC        instructions per cycle MISS     cache misses per reference
   SWITCH/S   context switches       WAIT     tasks waiting for a CPU
   I/O        bytes read and written
+  PYTHON     the line that was on a CPU most in the last 10 s
   A dash stands where a figure is not known.
 """
 

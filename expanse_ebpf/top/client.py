@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from google.protobuf.message import DecodeError
 
@@ -15,7 +15,9 @@ from expanse_ebpf.wire.collector_pb2 import (
     NodeRequest,
     ProcessesReply,
     ProcessesRequest,
+    ProfilePart,
     Report,
+    WatchProfileRequest,
     WatchRequest,
 )
 
@@ -24,6 +26,10 @@ ANSWER_S = 10.0  # how long a question may take
 _LENGTH = struct.Struct(">I")
 _NO_AGENT = "what answers on {} is not an agent; name its socket with --socket"
 _TURN_S = 0.2  # how soon `stop` is noticed
+
+
+class HungUpError(UnavailableError):
+    """The agent has closed the connection."""
 
 
 def watch(path: str, history: int = 0, stop: Callable[[], bool] | None = None) -> Iterator[Report]:
@@ -40,6 +46,29 @@ def watch(path: str, history: int = 0, stop: Callable[[], bool] | None = None) -
             yield reply.report
             if stop is not None and stop():
                 return
+
+
+def profile(
+    path: str, request: WatchProfileRequest, stop: Callable[[], bool]
+) -> Generator[ProfilePart, None, None]:
+    """Python stacks as they are sampled: one part per tick of the agent at `path`.
+
+    The first part comes at once, is empty and tells the rate. When `stop()` has become true the last one
+    follows, up to that moment. Raises UnavailableError when no agent answers, and for what cannot be
+    profiled for this user; HungUpError when the agent goes away, and after the last part of what has ended.
+    """
+    with _connect(path) as connection:
+        _send(connection, path, NodeRequest(profile=request))
+        while (reply := _receive(connection, path, stop=stop)) is not None:
+            yield reply.profile
+            if stop():
+                break
+        connection.shutdown(socket.SHUT_WR)
+        try:
+            while (reply := _receive(connection, path, deadline=time.monotonic() + ANSWER_S)) is not None:
+                yield reply.profile
+        except HungUpError:
+            return
 
 
 def processes(path: str, key: str, run: int = 0) -> ProcessesReply:
@@ -116,7 +145,7 @@ def _receive(
         except OSError:
             data = b""
         if not data:
-            raise UnavailableError(f"the agent on {path} hung up; see whether it still runs")
+            raise HungUpError(f"the agent on {path} hung up; see whether it still runs")
         received += data
         if header and len(received) == wanted:
             (length,) = _LENGTH.unpack(received)

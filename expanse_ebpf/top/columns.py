@@ -10,6 +10,7 @@ from expanse_ebpf.top import text
 from expanse_ebpf.top.rates import Values
 
 HISTORY = "history"
+PYTHON_WIDTH = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Column:
     order: Callable[[Values], Any]  # None sorts last, numbers downwards, text upwards
     rank: int  # columns of a high rank go first where there is no room
     right: bool = True
-    needs: str = ""  # shown only when this counter is known of at least one job
+    needs: Callable[[Values], Any] | None = None  # shown only when this is known of at least one job
 
 
 def io_bytes(job: Values) -> float | None:
@@ -33,6 +34,28 @@ def io_bytes(job: Values) -> float | None:
 
 def _counter(name: str) -> Callable[[Values], Any]:
     return lambda job: job["counters"][name]
+
+
+def _hottest(job: Values) -> Values | None:
+    found: Values | None = job["python"] and job["python"]["hottest"]
+    return found
+
+
+def hot_line(hot: Values | None, width: int = PYTHON_WIDTH) -> str:
+    """The line in which most time goes by, "Trainer.step train.py:88 43%", in at most `width` columns."""
+    if hot is None:
+        return text.UNKNOWN
+    file = text.clean((hot["file"] or "").rpartition("/")[2])
+    place = text.fit(file, 15).rstrip() if text.cell_width(file) > 15 else file
+    if place and hot["line"]:
+        place += f":{hot['line']}"
+    share = "" if hot["share"] is None else f"{hot['share'] * 100:.0f}%"
+    rest = " ".join(part for part in (place, share) if part)
+    function = text.clean(hot["function"])
+    room = max(8, width - text.cell_width(rest) - 1)
+    if text.cell_width(function) > room:
+        function = text.fit(function, room).rstrip()
+    return f"{function} {rest}".rstrip()
 
 
 COLUMNS = (
@@ -57,7 +80,15 @@ COLUMNS = (
     ),
     Column("cpu", "CORES", 7, lambda j: text.number(j["cpu_cores"]), lambda j: j["cpu_cores"], 0),
     Column(HISTORY, "HISTORY", 12, lambda _: "", lambda j: j["cpu_cores"], 5, right=False),
-    Column("ipc", "IPC", 5, lambda j: text.number(j["counters"]["ipc"]), _counter("ipc"), 6, needs="ipc"),
+    Column(
+        "ipc",
+        "IPC",
+        5,
+        lambda j: text.number(j["counters"]["ipc"]),
+        _counter("ipc"),
+        6,
+        needs=_counter("ipc"),
+    ),
     Column(
         "miss",
         "MISS",
@@ -65,7 +96,7 @@ COLUMNS = (
         lambda j: text.percent(j["counters"]["cache_miss_ratio"]),
         _counter("cache_miss_ratio"),
         7,
-        needs="cache_miss_ratio",
+        needs=_counter("cache_miss_ratio"),
     ),
     Column(
         "switches",
@@ -95,6 +126,16 @@ COLUMNS = (
         1,
         right=False,
     ),
+    Column(
+        "python",
+        "PYTHON",
+        PYTHON_WIDTH,
+        lambda j: hot_line(_hottest(j)),
+        lambda j: (_hottest(j) or {}).get("share"),
+        8,
+        right=False,
+        needs=_hottest,
+    ),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 SORT_KEYS = tuple(column.name for column in COLUMNS if column.name != HISTORY)
@@ -105,8 +146,7 @@ def choose(jobs: Sequence[Values], width: int | None, history: bool) -> list[Col
     columns = [
         c
         for c in COLUMNS
-        if (not c.needs or any(j["counters"][c.needs] is not None for j in jobs))
-        and (history or c.name != HISTORY)
+        if (not c.needs or any(c.needs(j) is not None for j in jobs)) and (history or c.name != HISTORY)
     ]
     while width is not None and len(columns) > 1 and total_width(columns, jobs) > width:
         columns.remove(max(columns, key=lambda c: (c.rank, c.width)))

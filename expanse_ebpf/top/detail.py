@@ -41,6 +41,7 @@ def lines(
     if job is None:
         return [(text.clean(key), "bold"), ("The job is no longer here.", "")]
     result: list[Line] = [(_title(job), "bold"), *((line, "") for line in _figures(job))]
+    result += [(line, "") for line in _python(job["python"])]
     if answer is None:
         result += [("", ""), ("asking for its processes …", "dim")]
     elif isinstance(answer, str):
@@ -81,6 +82,22 @@ def _figures(job: Values) -> list[str]:
         f" · {text.count(counters['migrations_per_s'])} migrations"
         f" · {text.count(counters['forks_per_s'])} forks · {text.count(counters['execs_per_s'])} execs",
     ]
+
+
+def _python(python: Values | None) -> list[str]:
+    """Which lines it is in, on a CPU and waiting."""
+    if python is None:
+        return []
+    found = [
+        f"python: {text.number(python['samples_per_s'], 0)} samples per s,"
+        f" {text.percent(python['resolved_ratio'])} resolved"
+    ]
+    for title, hot in (("on a CPU", python["hottest"]), ("waiting", python["waiting"])):
+        if hot is not None:
+            place = (hot["file"] or "") + (f":{hot['line']}" if hot["line"] else "")
+            line = f"  {title:<8} {text.percent(hot['share']):>6}  {hot['function']}  {place}"
+            found.append(text.clean(line).rstrip())
+    return found
 
 
 def _processes(answer: ProcessesReply, rates: ProcessRates, width: int) -> list[Line]:

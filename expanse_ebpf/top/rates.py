@@ -19,6 +19,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     JobState,
     NetworkCounters,
     Pressure,
+    PythonStacks,
     Report,
 )
 
@@ -317,6 +318,34 @@ def _network(network: NetworkCounters, name: str, deltas: _Deltas) -> Values:
     return {f"{field}_per_s": deltas.rate(f"{name}.{field}", getattr(network, field)) for field in _NETWORK}
 
 
+def _python(python: PythonStacks, deltas: _Deltas) -> Values:
+    """What the Python sampler saw: counts since the agent began, and the hottest lines."""
+    samples = _optional(python, "samples")
+    unresolved = {str(reason): number for reason, number in sorted(python.unresolved.items())}
+    lost = _optional(python, "lost")
+    resolved = None if samples is None else max(0, samples - sum(unresolved.values()) - (lost or 0))
+    taken = deltas.delta("python.samples", samples)
+    return {
+        "samples": samples,
+        "unresolved": unresolved,
+        "lost": lost,
+        "samples_per_s": None if taken is None else taken[0] / taken[1],
+        "resolved_ratio": _ratio(deltas.delta("python.resolved", resolved), taken),
+        "hottest": _hot_line(
+            python.hottest_function, python.hottest_file, python.hottest_line, python.hottest_share
+        ),
+        "waiting": _hot_line(
+            python.waiting_function, python.waiting_file, python.waiting_line, python.waiting_share
+        ),
+    }
+
+
+def _hot_line(function: str, file: str, line: int, share: float) -> Values | None:
+    if not function:
+        return None
+    return {"function": function, "file": file or None, "line": line or None, "share": _finite(share)}
+
+
 def _job(job: JobSample, deltas: _Deltas) -> Values:
     identity = job.identity
     memory, limit = _optional(job, "memory_bytes"), _optional(job, "memory_limit_bytes")
@@ -361,6 +390,7 @@ def _job(job: JobSample, deltas: _Deltas) -> Values:
             f"{field}_cores": deltas.rate(f"delays.{field}_ns", _optional(job.delays, f"{field}_ns"), 1e-9)
             for field in ("cpu", "block_io", "swap_in", "memory_reclaim")
         },
+        "python": _python(job.python, deltas) if job.HasField("python") else None,
         "gpus": list(identity.gpus),
         "containers": list(identity.containers),
         "labels": dict(identity.labels),

@@ -146,6 +146,7 @@ def test_completion_knows_commands_and_options() -> None:
     [
         (["--help"], {"textual", "grpc", "google.protobuf", "psutil"}),
         (["agent", "--help"], {"textual", "rich", "psutil", "pyroute2", "asyncio"}),
+        (["profile", "--help"], {"textual", "rich", "grpc", "google.protobuf", "psutil"}),
         (["top", "--once", "--socket", "/nonexistent"], {"textual", "rich", "grpc", "asyncio"}),
     ],
 )

@@ -35,6 +35,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     SourceStatus,
 )
 
+PLACE = ("line", "share")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -78,6 +79,7 @@ def full_report() -> Report:
     report.collector.programs.append(BpfProgram(name="on_switch", run_ns=5, runs=2, measured_ns=10))
     report.collector.sources.append(SourceStatus(name="cpu", up=True, unavailable={"cycles": "no PMU"}))
     report.collector.sources.append(SourceStatus(name="delays", reason="kernel.task_delayacct is 0"))
+    report.jobs[0].python.unresolved["changed"] = 3
     report.jobs[0].unavailable["io_read_bytes"] = "no io controller"
     return report
 
@@ -162,6 +164,8 @@ def test_two_equal_runs_give_the_same_names() -> None:
 def test_every_number_of_a_report_is_on_the_page() -> None:
     """Each field, changed alone, must change the page."""
     not_exported = {"Report.sequence", "JobSample.state"}
+    # A line of code that changes every few seconds would be a new series each time.
+    not_exported |= {f"JobSample.python.{kind}_{part}" for kind in ("hottest", "waiting") for part in PLACE}
 
     def numbers(message: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
         for field in message.DESCRIPTOR.fields:
@@ -187,6 +191,21 @@ def test_every_number_of_a_report_is_on_the_page() -> None:
 
 
 # ---- figures
+
+
+def test_python_samples_and_those_without_a_stack_by_reason() -> None:
+    report = Report()
+    report.jobs.append(job(1))
+    assert "python" not in page(report)
+    python = report.jobs[0].python
+    python.samples, python.lost = 490, 0
+    python.unresolved["changed"] = 4
+    text = page(report)
+    assert values(text, "expanse_job_python_samples_total") == {(): 490}
+    assert values(text, "expanse_job_python_unresolved_total") == {("changed",): 4, ("lost",): 0}
+    for number in range(500):
+        python.unresolved[f"reason {number}"] = 1
+    assert len(values(page(report), "expanse_job_python_unresolved_total")) == 51
 
 
 def test_units_are_base_units() -> None:

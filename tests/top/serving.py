@@ -10,13 +10,16 @@ import threading
 import time
 
 from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.export import pprof
 from expanse_ebpf.node_socket import NodeSocket
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_HELD_IDLE,
     JOB_STATE_RUNNING,
     ProcessesReply,
+    ProfilePart,
     Report,
     RunReply,
+    WatchProfileRequest,
 )
 
 SECOND = 10**9
@@ -47,6 +50,13 @@ def make_report(sequence: int, jobs: int = 3, interval_s: float = 1.0, pmu: bool
         job.counters.page_faults = int(seconds * 90)
         job.counters.migrations = int(seconds * 7)
         job.counters.run_queue_wait_ns = int(seconds * 0.05 * cores * SECOND)
+        python = job.python
+        python.samples, python.lost = int(seconds * 49 * cores), 0
+        python.unresolved["changed"] = int(seconds * 5 * cores)
+        python.hottest_function, python.hottest_file = f"Trainer.step{i}", "/srv/train/model.py"
+        python.hottest_line, python.hottest_share = 88 + i, 0.43
+        python.waiting_function, python.waiting_file = "Queue.get", "/usr/lib/python3.11/queue.py"
+        python.waiting_line, python.waiting_share = 171, 0.95
         if pmu:
             job.counters.cycles.value = int(seconds * 3e9 * cores)
             job.counters.instructions.value = int(seconds * 4.2e9 * cores)
@@ -73,6 +83,30 @@ def make_report(sequence: int, jobs: int = 3, interval_s: float = 1.0, pmu: bool
     return report
 
 
+class MadeUpWatch:
+    """Stacks for one client: in each part one sample of a function that is named after the part."""
+
+    def __init__(self, request: WatchProfileRequest, uid: int | None) -> None:
+        self.request, self.uid = request, uid
+        self.over = ""
+        self.parts = 0
+        self.asked: list[bool] = []  # of each part, whether it is to reach up to now
+        self.closed = 0
+
+    def part(self, *, up_to_now: bool = False) -> ProfilePart:
+        """See ProfileWatch."""
+        builder = pprof.ProfileBuilder(period_ns=20_408_163, time_ns=self.parts * SECOND, duration_ns=SECOND)
+        if self.parts:
+            builder.add([(f"part{self.parts}", "/srv/train.py", 7, 1)], (1, 20_408_163, 0), {"pid": 7})
+        self.parts += 1
+        self.asked.append(up_to_now)
+        return ProfilePart(pprof=builder.build().SerializeToString(), note=self.over, rate_hz=49)
+
+    def close(self) -> None:
+        """See ProfileWatch."""
+        self.closed += 1
+
+
 class ServedNode:
     """A NodeSocket at `path` in a thread of its own; reports go out by `publish`, or by themselves."""
 
@@ -81,7 +115,8 @@ class ServedNode:
         self.asked: list[tuple[str, int, int]] = []
         self.failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
-        self.server = NodeSocket(path, self._selector, agent_uid, self._processes, self._run)
+        self.watches: list[MadeUpWatch] = []
+        self.server = NodeSocket(path, self._selector, agent_uid, self._processes, self._run, self._profile)
         self._work: list[tuple[Report, threading.Event]] = []
         self._end = False
         self._wake, self._woken = socket.socketpair()
@@ -109,6 +144,14 @@ class ServedNode:
 
     def _run(self, name: str, pid: int, uid: int) -> RunReply:
         return RunReply(cgroup=f"/expanse/{uid}/{name}/{pid}")
+
+    def _profile(self, request: WatchProfileRequest, uid: int | None) -> MadeUpWatch:
+        if request.key == "slurm/0":
+            raise UnavailableError("no job slurm/0 on this node")
+        if request.key == "slurm/boom":
+            raise RuntimeError("a fault")
+        self.watches.append(MadeUpWatch(request, uid))
+        return self.watches[-1]
 
     def _loop(self) -> None:
         try:

@@ -147,6 +147,9 @@ async def test_enter_shows_a_jobs_processes_and_limits(tmp_path: Path) -> None:
         assert v.node.asked[-1] == ("slurm/4412", 1001, 0)
         assert detail.startswith("slurm/4412 · llama-sft · user1")
         assert "of 16.0 GiB" in detail
+        assert "98 samples per s, 89.8% resolved" in detail
+        assert "on a CPU  43.0%  Trainer.step1  /srv/train/model.py:89" in detail
+        assert "waiting   95.0%  Queue.get  /usr/lib/python3.11/queue.py:171" in detail
         assert "python train.py --rank 0" in detail
         assert "\x1b" not in detail
         await v.report(21)

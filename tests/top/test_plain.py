@@ -7,7 +7,7 @@ from tests.top.serving import make_report
 
 EVERYTHING = (
     *("JOB", "NAME", "USER", "CORES", "IPC", "MISS", "SWITCH/S", "WAIT", "MEMORY"),
-    *("I/O", "PROCS", "STATE"),
+    *("I/O", "PROCS", "STATE", "PYTHON"),
 )
 
 
@@ -24,7 +24,8 @@ def test_table_with_everything() -> None:
     assert titles(output) == list(EVERYTHING)
     first = next(line for line in output.splitlines() if line.startswith("slurm/4411")).split()
     assert first[1:3] == ["resnet50", "user0"]
-    assert first[4:] == ["1.40", "20.0%", "1.5k", "0.05", "700", "MiB", "3.1", "MiB/s", "4", "running"]
+    figures = ["1.40", "20.0%", "1.5k", "0.05", "700", "MiB", "3.1", "MiB/s", "4", "running"]
+    assert first[4:] == [*figures, "Trainer.step0", "model.py:88", "43%"]
     head = output.splitlines()[0]
     assert head.startswith("gpu017 · ")
     assert "3 jobs · cpu 7.00 of 64 cores · memory 56.0 GiB of 256 GiB · load 6.50" in head
@@ -61,12 +62,40 @@ def test_ascii() -> None:
     assert row.split()[3] == "-"
 
 
+def test_the_line_of_python_is_cut_where_that_hurts_least() -> None:
+    def line(function: str, file: str | None, number: int | None, share: float | None) -> str:
+        return columns.hot_line({"function": function, "file": file, "line": number, "share": share})
+
+    assert line("spin", "/a/b/train.py", 7, 0.431) == "spin train.py:7 43%"
+    assert line("spin", None, None, None) == "spin"
+    assert line("spin", "/a/x.py", None, 1.0) == "spin x.py 100%"
+    long = line("Trainer.<locals>.forward_and_backward_and_step", "/a/" + "m" * 60 + ".py", 123456, 0.5)
+    assert long.endswith("…:123456 50%")
+    assert long.startswith("Trai")
+    assert len(long) <= columns.PYTHON_WIDTH
+    assert columns.hot_line(None) == UNKNOWN
+    assert "\x1b" not in line("a\x1b[2J", "/a/\x1b.py", 1, 0.5)
+
+
+def test_python_is_shown_where_there_is_any_and_room() -> None:
+    report = make_report(1)
+    for job in report.jobs[1:]:
+        job.ClearField("python")
+    jobs = snapshot(None, report)["jobs"]
+    assert "PYTHON" in titles(plain.render(snapshot(None, report)))
+    assert next(j["key"] for j in columns.sort(jobs, "python")) == "slurm/4411"
+    assert "python" not in {c.name for c in columns.choose(jobs, 110, history=False)}
+    report.jobs[0].ClearField("python")
+    assert "PYTHON" not in titles(plain.render(snapshot(None, report)))
+
+
 def test_names_do_not_steer_the_terminal() -> None:
     report = make_report(1)
     report.node.name = "n\x1b]0;x\x07"
     report.jobs[0].identity.name = "a\x1b[31m\nb"
     report.jobs[0].identity.id = "1\r2"
     report.jobs[0].identity.user = "u\x9b1m"
+    report.jobs[0].python.hottest_function = "f\x1b[2J\n"
     report.collector.sources[1].reason = "r\x1b[1m"
     output = plain.render(snapshot(None, report))
     assert not any(c < " " for c in output if c != "\n")
@@ -92,7 +121,7 @@ def test_stale_data_says_so() -> None:
     old = snapshot(make_report(20), make_report(21), 17.2)
     output = plain.render(old)
     assert output.startswith("STALE, 17 s old · gpu017")
-    assert " stale\n" in output
+    assert " stale " in output
 
 
 def test_no_jobs() -> None:

@@ -247,6 +247,40 @@ def test_held_and_unknown_states() -> None:
     assert snapshot(None, report)["jobs"][0]["state"] == "held_idle"
 
 
+# ---- Python stacks
+
+
+def stacks(sequence: int, samples: int, changed: int, lost: int = 0) -> Report:
+    report = faults(sequence, 0)
+    python = report.jobs[0].python
+    python.samples, python.lost = samples, lost
+    python.unresolved["changed"] = changed
+    return report
+
+
+def test_samples_per_second_and_how_many_have_a_stack() -> None:
+    python = snapshot(stacks(1, 1000, 500), stacks(2, 1100, 510, lost=10))["jobs"][0]["python"]
+    assert (python["samples"], python["unresolved"], python["lost"]) == (1100, {"changed": 510}, 10)
+    assert (python["samples_per_s"], python["resolved_ratio"]) == (100, 0.8)
+    assert (python["hottest"], python["waiting"]) == (None, None)
+
+
+def test_the_hottest_lines() -> None:
+    report = stacks(1, 10, 0)
+    python = report.jobs[0].python
+    python.hottest_function, python.hottest_file = "step", "/srv/train.py"
+    python.hottest_line, python.hottest_share = 88, 0.5
+    python.waiting_function, python.waiting_share = "Queue.get", float("nan")
+    shown = snapshot(None, report)["jobs"][0]["python"]
+    assert shown["hottest"] == {"function": "step", "file": "/srv/train.py", "line": 88, "share": 0.5}
+    assert shown["waiting"] == {"function": "Queue.get", "file": None, "line": None, "share": None}
+    assert (shown["samples_per_s"], shown["resolved_ratio"]) == (None, None)
+
+
+def test_a_job_that_is_not_sampled_has_no_figures_of_it() -> None:
+    assert snapshot(None, faults(1, 0))["jobs"][0]["python"] is None
+
+
 # ---- any report at all
 
 
@@ -258,10 +292,11 @@ def fill(message: Any, draw: st.DrawFn, depth: int = 0) -> None:
         target = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             for name in draw(st.lists(st.text(max_size=4), max_size=2)):
-                if field.message_type.fields_by_name["value"].message_type is not None:
+                value = field.message_type.fields_by_name["value"]
+                if value.message_type is not None:
                     fill(target[name], draw, depth + 1)
                 else:
-                    target[name] = draw(st.text(max_size=6))
+                    target[name] = draw(SCALARS[value.type])
         elif field.message_type is not None:
             if field.is_repeated:
                 for _ in range(draw(st.integers(0, 2))):
@@ -281,6 +316,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     5: st.integers(-(2**31), 2**31 - 1),
     8: st.booleans(),
     9: st.text(max_size=6),
+    12: st.binary(max_size=6),
     13: st.one_of(st.integers(0, 64), st.integers(0, 2**32 - 1)),
     14: st.sampled_from([0, 1, 2, 3, 4]),
 }
