@@ -48,7 +48,8 @@ static __always_inline void ask(struct space *space, u64 id, struct task_struct 
 				struct python_slot *row, const struct python_control *shared, u64 now)
 {
 	struct ask_record record = {.kind = ASK, .slot = slot, .space = id, .tries = space->tries};
-	u32 tries = space->tries < 7 ? space->tries : 7;
+	u32 most = space->state == STARTING ? 4 : 6;
+	u32 tries = space->tries < most ? space->tries : most;
 
 	if (!affordable(row, now, &row->asks, MAX_ASKS))
 		return;
@@ -56,7 +57,7 @@ static __always_inline void ask(struct space *space, u64 id, struct task_struct 
 	record.pid = visible_id(BPF_CORE_READ(task, group_leader, thread_pid), shared);
 	record.tid = visible_id(BPF_CORE_READ(task, thread_pid), shared);
 	space->tries++;
-	/* Libraries are mapped after the execution, by the process itself: 5 ms, 20 ms, ... 82 s. */
+	/* Libraries are mapped after the execution, by the process itself: 5 ms, 20 ms, ... 1.3 s, or 20 s. */
 	space->again_ns = now + (5000000ULL << (2 * tries));
 	bpf_ringbuf_output(&python_records, &record, sizeof(record), BPF_RB_FORCE_WAKEUP);
 }
