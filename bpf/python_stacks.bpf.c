@@ -60,7 +60,7 @@ __noinline int describe_code(u32 slot)
 	if (!affordable(row, walk->now, &row->codes, MAX_NEW_CODES))
 		return OVER_BUDGET;
 	outcome = describe(walk, NULL, bpf_get_smp_processor_id() & (MAX_CPUS - 1));
-	__sync_fetch_and_add(&row->codes, walk->table_kib);
+	__sync_fetch_and_add(&row->codes, walk->described / 256);
 	return outcome;
 }
 

@@ -57,12 +57,15 @@ struct {
 	__type(value, struct walk);
 } visits SEC(".maps");
 
-/* What a thread was seen in the last time. */
+/* What came of a thread the last time. Ids of threads are used again, so it is told by its birth as well. */
 struct seen {
 	u64 switches;
+	u64 born;
 	u64 space;
+	u32 slot;
+	u32 outcome;
 	u32 stack_epoch;
-	u32 row;
+	u32 row; /* when RESOLVED */
 };
 
 struct {
@@ -90,7 +93,7 @@ static __noinline u32 describe_code(struct walk *walk, struct task_struct *task,
 	if (!affordable(row, walk->now, &row->codes, MAX_NEW_CODES))
 		return OVER_BUDGET;
 	outcome = describe(walk, task, MAX_CPUS);
-	__sync_fetch_and_add(&row->codes, walk->table_kib);
+	__sync_fetch_and_add(&row->codes, walk->described / 256);
 	return outcome;
 }
 
@@ -127,47 +130,75 @@ static __always_inline u64 futex_of(struct task_struct *task)
 	return call == SYSCALL_FUTEX || call == SYSCALL_FUTEX_WAIT ? address : 0;
 }
 
-static __always_inline u32 visit_thread(struct task_struct *task, u32 slot, struct python_slot *row,
-					struct python_control *shared, u64 switches)
+/* Whether the job, and all together, may have so many more reads in this second. */
+static __always_inline bool pay(struct python_slot *row, u64 now, u32 reads)
+{
+	u32 everybody = SLOT_SYSTEM;
+	struct python_slot *all = bpf_map_lookup_elem(&python_slots, &everybody);
+
+	if (!all)
+		return false;
+	affordable(all, now, &all->asks, MAX_ASKS); /* begins a new second where one is due */
+	affordable(row, now, &row->asks, MAX_ASKS);
+	__sync_fetch_and_add(&row->reads, reads);
+	if (row != all)
+		__sync_fetch_and_add(&all->reads, reads);
+	return row->reads <= MAX_READS && all->reads <= MAX_READS_ALL;
+}
+
+static __always_inline u32 visit_thread(struct task_struct *task, struct seen *seen, struct python_slot *row,
+					struct python_control *shared)
 {
 	u32 key = 0, host_pid = task->tgid, host_tid = task->pid, outcome;
 	struct walk *walk = bpf_map_lookup_elem(&visits, &key);
 	struct visit visit = {.walk = walk, .task = task, .row = row};
-	struct seen now = {.switches = switches, .stack_epoch = shared->stack_epoch};
 
 	if (!walk)
 		return LOST;
-	outcome = begin(walk, task, host_pid, slot, row, shared);
+	outcome = begin(walk, task, host_pid, seen->slot, row, shared);
+	seen->space = walk->space;
 	if (outcome != RESOLVED)
 		return outcome;
+	if (!pay(row, walk->now, 0))
+		return OVER_BUDGET;
 	if (!search_begin(walk, task, host_tid))
 		bpf_loop(MAX_THREADS, next_thread, &visit, 0);
 	outcome = search_end(walk, task, host_tid);
+	pay(row, walk->now, 10 + walk->looked);
 	if (outcome != RESOLVED)
 		return outcome;
 	walk->stack.flags = FLAG_WAITING | gil_of(walk, task, futex_of(task));
 	bpf_loop(MAX_STEPS, next_frame, &visit, 0);
+	pay(row, walk->now, 4 * walk->stack.depth);
 	/* It was not stopped: what was read is one stack only if it has not run in between. */
-	if (!sleeps(task) || switches_of(task) != switches)
+	if (!sleeps(task) || switches_of(task) != seen->switches)
 		return CHANGED;
 	if (walk->outcome != RESOLVED)
 		return walk->outcome;
-	outcome = count(walk, row, shared, shared->visit_ns, &now.row);
-	if (outcome == RESOLVED) {
-		now.space = walk->space;
-		bpf_map_update_elem(&seen_threads, &host_tid, &now, 0);
-	}
-	return outcome;
+	return count(walk, row, shared, shared->visit_ns, &seen->row);
 }
 
-/* Counts the thread in the stack of the last time, if it cannot have another one. */
-static __always_inline bool unchanged(u32 host_tid, u32 host_pid, struct python_control *shared, u64 switches)
+/* Visits a thread; one that has not run since the last visit is where it was, and is not read again. */
+static __always_inline u32 visit(struct task_struct *task, u32 slot, struct python_slot *row,
+				 struct python_control *shared)
 {
+	u32 host_tid = task->pid, host_pid = task->tgid;
 	struct seen *last = bpf_map_lookup_elem(&seen_threads, &host_tid);
 	struct process *process = bpf_map_lookup_elem(&processes, &host_pid);
+	struct seen now = {
+		.switches = switches_of(task),
+		.born = task->start_boottime,
+		.slot = slot,
+		.stack_epoch = shared->stack_epoch,
+	};
 
-	return last && process && last->switches == switches && last->space == process->space &&
-	       last->stack_epoch == shared->stack_epoch && add_to(last->row, shared->visit_ns) == RESOLVED;
+	if (last && process && last->switches == now.switches && last->born == now.born &&
+	    last->space == process->space && last->slot == slot && last->stack_epoch == now.stack_epoch)
+		return last->outcome == RESOLVED ? add_to(last->row, shared->visit_ns) : last->outcome;
+	now.outcome = visit_thread(task, &now, row, shared);
+	if (now.outcome == RESOLVED || now.outcome == NATIVE_THREAD || now.outcome == NO_FRAMES)
+		bpf_map_update_elem(&seen_threads, &host_tid, &now, 0);
+	return now.outcome;
 }
 
 SEC("iter.s/task")
@@ -177,7 +208,6 @@ int on_visit(struct bpf_iter__task *context)
 	struct task_struct *task = context->task;
 	u32 slot = SLOT_SYSTEM, outcome;
 	struct python_slot *row;
-	u64 switches;
 
 	if (!task || !shared || task->flags & PF_KTHREAD || !sleeps(task))
 		return 0;
@@ -192,9 +222,7 @@ int on_visit(struct bpf_iter__task *context)
 	row = bpf_map_lookup_elem(&python_slots, &slot);
 	if (!row || (!shared->by_process && !selected(row, shared)))
 		return 0;
-	switches = switches_of(task);
-	outcome = unchanged(task->pid, task->tgid, shared, switches) ? RESOLVED
-								     : visit_thread(task, slot, row, shared, switches);
+	outcome = visit(task, slot, row, shared);
 	__sync_fetch_and_add(&row->visits[outcome & (OUTCOMES - 1)], 1);
 	return 0;
 }

@@ -148,6 +148,7 @@ struct task_struct {
 	unsigned int flags;
 	int pid;
 	int tgid;
+	u64 start_boottime;
 	struct task_struct *group_leader;
 	struct pid *thread_pid;
 	struct mm_struct *mm;

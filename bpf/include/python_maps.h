@@ -21,8 +21,10 @@
 
 /* What one job may have looked up and described in a second; more is counted as over budget. */
 #define MAX_ASKS 128
-#define MAX_NEW_CODES 4096
+#define MAX_NEW_CODES 2048 /* each counts once, and once more for every 256 bytes of it */
 #define MAX_NEW_STACKS 8192
+#define MAX_READS 100000     /* of waiting threads' memory, each some 0.4 us */
+#define MAX_READS_ALL 200000 /* for all jobs together */
 
 /* What became of a sample. The order is that of kernel/python_stacks.py. */
 enum outcome {
@@ -52,11 +54,12 @@ struct python_slot {
 	u64 samples[OUTCOMES]; /* on a CPU */
 	u64 visits[OUTCOMES];  /* waiting */
 	u32 selected;	       /* written by user space: 0 as control.all says, 1 yes, 2 no */
-	u32 second;	       /* to which the three below belong */
+	u32 second;	       /* to which the four below belong */
 	u32 asks;
 	u32 codes;
 	u32 stacks;
-	u32 unused[59];
+	u32 reads; /* of waiting threads' memory */
+	u32 unused[58];
 };
 _Static_assert(sizeof(struct python_slot) == 512, "user space reads rows of this size");
 
@@ -100,6 +103,7 @@ struct installed_layout {
 	u32 frame_bytes;
 	u32 code_from;
 	u32 code_bytes;
+	u32 code_version; /* a number that no two code objects of an interpreter have; before 3.12 NOWHERE */
 };
 
 struct {
@@ -287,7 +291,8 @@ struct walk {
 	u32 outcome;
 	u32 first_line;
 	u32 slot;
-	u32 table_kib; /* of the line table that was sent */
+	u32 described; /* bytes that were sent of a new code object */
+	u32 looked;    /* thread states that were looked at */
 	u8 thread_block[THREAD_BLOCK];
 	u8 frame_block[BLOCK];
 	u8 code_block[BLOCK];
@@ -318,6 +323,7 @@ static __always_inline bool affordable(struct python_slot *row, u64 now, u32 *co
 		row->asks = 0;
 		row->codes = 0;
 		row->stacks = 0;
+		row->reads = 0;
 	}
 	/* No value from an atomic operation before 5.12. One more or less does not matter here. */
 	__sync_fetch_and_add(count, 1);

@@ -195,6 +195,7 @@ static __always_inline int search_step(struct walk *walk, struct task_struct *ta
 		}
 		return 0;
 	}
+	walk->looked++;
 	if (!read_thread(walk, layout, task)) {
 		walk->outcome = UNREADABLE;
 		return 1;
@@ -223,6 +224,7 @@ static __always_inline int search_begin(struct walk *walk, struct task_struct *t
 	walk->frame = 0;
 	walk->running = 0;
 	walk->interpreters = 0;
+	walk->looked = 0;
 	if (layout->at.runtime_current != NOWHERE &&
 	    READ(&walk->running, sizeof(u64), walk->runtime + layout->at.runtime_current)) {
 		walk->outcome = UNREADABLE;

@@ -16,6 +16,7 @@
 static __always_inline bool send_part(struct walk *walk, u32 size)
 {
 	walk->part.code = walk->code_id;
+	walk->described += size;
 	size = below(size, sizeof(walk->bytes)) + sizeof(walk->part);
 	return !bpf_ringbuf_output(&python_records, &walk->part, size, wake_up());
 }
@@ -65,6 +66,7 @@ static __always_inline u32 describe(struct walk *walk, struct task_struct *task,
 	if (!layout)
 		return LOST;
 	walk->code_id = ++walk->codes_made << 11 | walker;
+	walk->described = 0;
 	outcome = send_text(walk, task, NAME, walk->name);
 	if (outcome != RESOLVED)
 		return outcome;
@@ -90,7 +92,6 @@ static __always_inline u32 describe(struct walk *walk, struct task_struct *task,
 		if (!send_part(walk, size))
 			return LOST;
 	}
-	walk->table_kib = length >> 10;
 	record.code = walk->code_id;
 	record.layout = walk->stack.layout;
 	record.first_line = walk->first_line;
@@ -111,12 +112,75 @@ static __always_inline u32 describe(struct walk *walk, struct task_struct *task,
 
 /* ---- frames ---- */
 
-/* Reads what tells the code object at walk->code.address apart; RESOLVED when code_id is set. */
+#define TELLING 48 /* bytes of a string or table that tell it apart, besides its length */
+
+/* The first TELLING of `size` bytes at `address`. */
+static __always_inline u64 mix_bytes(struct walk *walk, u64 content, u64 address, u64 size, struct task_struct *task)
+{
+	u64 *words = (u64 *)walk->bytes;
+	u32 i;
+
+	__builtin_memset(words, 0, TELLING);
+	READ(words, below(size > TELLING ? TELLING : size, 64), address);
+	for (i = 0; i < TELLING / 8; i++)
+		content = mix(content, words[i], 0x9e3779b97f4a7c15);
+	return content;
+}
+
+/* What a string is like: by its hash where the interpreter has made it, else by its end. */
+static __always_inline u64 mix_text(struct walk *walk, u64 content, u64 text, const struct python_layout *at,
+				    struct task_struct *task)
+{
+	struct {
+		u64 length;
+		u64 hash;
+		u32 state;
+		u32 unused;
+	} head;
+	u64 size;
+
+	if (READ(&head, sizeof(head), text + at->text_length))
+		return content;
+	content = mix(mix(content, head.length, 0x9e3779b97f4a7c15), head.hash, 0xc2b2ae3d27d4eb4f);
+	if (head.hash != -1ULL)
+		return content;
+	text += head.state & at->text_ascii ? at->text_compact : at->text_wide;
+	size = head.length * (head.state >> (at->text_kind_shift & 31) & 7);
+	if (size > TELLING)
+		text += size - TELLING;
+	return mix_bytes(walk, content, text, size, task);
+}
+
+/*
+ * What tells a code object apart from others that lay at the same address before it, with all that they
+ * pointed to: memory that is given back is given out again as it was.
+ */
+static __always_inline u64 content_of(struct walk *walk, const struct installed_layout *layout,
+				      struct task_struct *task)
+{
+	u64 content, length = 0;
+	u32 version = 0;
+
+	content = mix(walk->name, walk->file, 0x9e3779b97f4a7c15);
+	content = mix(content, walk->lines, 0xc2b2ae3d27d4eb4f);
+	content = mix(content, walk->first_line, 0x9e3779b97f4a7c15);
+	if (layout->code_version != NOWHERE)
+		version = half_word(walk->code_block, layout->code_version - layout->code_from);
+	if (version) /* else the interpreter has run out of them */
+		return mix(content, version, 0xc2b2ae3d27d4eb4f);
+	content = mix_text(walk, content, walk->name, &layout->at, task);
+	content = mix_text(walk, content, walk->file, &layout->at, task);
+	READ(&length, sizeof(length), walk->lines + layout->at.bytes_length);
+	content = mix(content, length, 0x9e3779b97f4a7c15);
+	return mix_bytes(walk, content, walk->lines + layout->at.bytes_data, length, task);
+}
+
+/* Looks at the code object at walk->code.address; sets code_id when it is known. */
 static __always_inline u32 recognise(struct walk *walk, struct task_struct *task)
 {
 	struct installed_layout *layout = layout_of(walk);
 	struct python_control *shared = the_control();
-	u64 content, hash = 0, *known;
+	u64 *known;
 	u32 from;
 
 	if (!layout || !shared)
@@ -128,14 +192,7 @@ static __always_inline u32 recognise(struct walk *walk, struct task_struct *task
 	walk->name = word(walk->code_block, layout->at.code_name - from);
 	walk->file = word(walk->code_block, layout->at.code_file - from);
 	walk->lines = word(walk->code_block, layout->at.code_lines - from);
-	/* The name's hash, which the interpreter keeps beside it: everything else may be reused as it was. */
-	if (READ(&hash, sizeof(hash), walk->name + layout->at.text_length + sizeof(u64)))
-		return UNREADABLE;
-	content = mix(walk->name, walk->file, 0x9e3779b97f4a7c15);
-	content = mix(content, walk->lines, 0xc2b2ae3d27d4eb4f);
-	content = mix(content, walk->first_line, 0x9e3779b97f4a7c15);
-	content = mix(content, hash, 0xc2b2ae3d27d4eb4f);
-	walk->code.content = mix(content, shared->code_epoch, 0x9e3779b97f4a7c15);
+	walk->code.content = mix(content_of(walk, layout, task), shared->code_epoch, 0x9e3779b97f4a7c15);
 	walk->code.space = walk->space;
 	walk->code_id = 0;
 	known = bpf_map_lookup_elem(&codes, &walk->code);

@@ -90,6 +90,7 @@ class _InstalledLayout(ctypes.Structure):
         ("frame_bytes", ctypes.c_uint32),
         ("code_from", ctypes.c_uint32),
         ("code_bytes", ctypes.c_uint32),
+        ("code_version", ctypes.c_uint32),
     ]
 
 
@@ -423,7 +424,11 @@ def installed(layout: Layout) -> _InstalledLayout:
     if layout.frame_owner != NOWHERE:
         frame = max(frame, layout.frame_owner + 1)
     code_from = min(getattr(layout, name) for name in _OF_CODE) & ~7
-    made = _InstalledLayout(layout, end(_OF_THREAD), frame, code_from, end(_OF_CODE) - code_from)
+    # From 3.12 to 3.15 co_version, new for each code object that is made, comes six ints after
+    # co_firstlineno (Include/cpython/code.h).
+    version = layout.code_first_line + 24 if layout.minor >= 12 else NOWHERE
+    code_bytes = end(_OF_CODE) - code_from
+    made = _InstalledLayout(layout, end(_OF_THREAD), frame, code_from, code_bytes, version)
     if made.thread_bytes > _THREAD_BLOCK or made.frame_bytes > _BLOCK or made.code_bytes > _BLOCK:
         raise UnavailableError("its structures are larger than any that is known")
     return made
