@@ -38,5 +38,15 @@ class Allowance:
         account.left -= size
         return True
 
+    def charge(self, node: Node, size: int, now: float) -> None:
+        """Take `size` bytes whether or not `node` has them left; it may owe some then."""
+        account = self._accounts.setdefault(node, _Account(self._reserve, now))
+        account.left, account.at = self._left(account, now) - size, now
+
+    def left(self, node: Node, now: float) -> int:
+        """How many bytes `node` may take at `now`, 0 when it owes some."""
+        account = self._accounts.get(node)
+        return max(0, int(self._left(account, now) if account else self._reserve))
+
     def _left(self, account: _Account, now: float) -> float:
         return min(self._reserve, account.left + (now - account.at) * self._per_second)

@@ -19,9 +19,10 @@ from google.protobuf.message import DecodeError
 from expanse_controller.allowance import Allowance
 from expanse_controller.limits import (
     MAX_PROFILES,
+    REMEDIES,
+    checked,
     drop_absurd_jobs,
     node_fault,
-    profile_faults,
     report_fault,
 )
 from expanse_controller.store import OUT_OF_ORDER, STORED, Item, Store
@@ -45,6 +46,9 @@ MAX_WAITING = 2000
 # hour without the controller.
 PROFILE_BYTES_PER_MINUTE = 2 << 20
 PROFILE_RESERVE_BYTES = 32 << 20
+# So many bytes that are unpacked count as one. Real profiles are packed to a sixth or less, with very long
+# names to a fiftieth; what is made for it to a thousandth, and a few bytes would make hours of work.
+PLAIN_PER_BYTE = 64
 # Refused profiles are told of in the log at this interval.
 TELL_S = 60.0
 
@@ -199,26 +203,36 @@ class Ingest:
         """Take the profiles out of `report`; those that can be stored."""
         node, now = (report.node.name, report.node.install_id), time.monotonic()
         figures = self.figures
-        refused = Counter({"count": max(0, len(report.profiles) - MAX_PROFILES)})
+        refused: dict[str, list[str]] = {}  # the jobs, by reason
         profiles = []
-        for profile in report.profiles[:MAX_PROFILES]:
-            if self._allowance.take(node, len(profile.pprof), now):
+        for number, profile in enumerate(report.profiles):
+            if number >= MAX_PROFILES:
+                refused.setdefault("count", []).append(_key(profile))
+            elif self._allowance.take(node, len(profile.pprof), now):
                 profiles.append(JobProfile())
                 profiles[-1].CopyFrom(profile)
             else:
-                refused["allowance"] += 1
+                refused.setdefault("allowance", []).append(_key(profile))
         report.ClearField("profiles")
         loop = asyncio.get_running_loop()
-        faults = await loop.run_in_executor(self._checker, profile_faults, profiles)
-        refused += Counter(filter(None, faults))  # which drops reasons that did not occur
-        figures.profiles_refused += refused
+        packed = sum(len(profile.pprof) for profile in profiles)
+        room = PLAIN_PER_BYTE * (packed + self._allowance.left(node, now))
+        faults, unpacked = await loop.run_in_executor(self._checker, checked, profiles, room)
+        self._allowance.charge(node, max(0, unpacked // PLAIN_PER_BYTE - packed), now)
+        for profile, fault in zip(profiles, faults, strict=True):
+            if fault:
+                refused.setdefault(fault, []).append(_key(profile))
+        figures.profiles_refused.update({reason: len(keys) for reason, keys in refused.items()})
         if refused and now - self._told >= TELL_S:
             self._told = now
             _log.warning(
-                "node %r: profiles are refused (%s); %d since the start",
+                "node %r: profiles are refused, %d since the start: %s",
                 node[0],
-                ", ".join(f"{reason}: {count}" for reason, count in refused.items()),
                 figures.profiles_refused.total(),
+                "; ".join(
+                    f"{len(keys)} ({reason}), the first of job {keys[0]!r}: {REMEDIES[reason]}"
+                    for reason, keys in refused.items()
+                ),
             )
         return [profile for profile, fault in zip(profiles, faults, strict=True) if not fault]
 
@@ -281,3 +295,8 @@ class Ingest:
             stream.handled = max(stream.handled, item.report.sequence)
             stream.changed.set()
         self._on_stored(nodes)
+
+
+def _key(profile: JobProfile) -> str:
+    """The job's key, for a line of the log: it may be absurd."""
+    return f"{profile.identity.scheduler}/{profile.identity.id}"[:100]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from expanse_ebpf.export.pprof import VALUES
 from expanse_ebpf.wire.collector_pb2 import JobIdentity, JobProfile, NodeIdentity, Report
 from expanse_ebpf.wire.profile_pb2 import Profile
+from expanse_ebpf.wire.transport import MAX_PROFILE_BYTES, MAX_PROFILE_PLAIN_BYTES
 
 MAX_SEQUENCE = 2**63 - 1
 MAX_JOBS = 10_000
@@ -20,12 +22,23 @@ MAX_ENTRIES = 256  # labels, containers, GPUs
 MAX_IDENTITY_BYTES = 64 * 1024
 # In one report; profiles beyond are refused.
 MAX_PROFILES = 1000
-MAX_PROFILE_BYTES = 1 << 20
-# Some 40,000 stacks. Reading takes up to forty times as much memory when it is made for that.
-MAX_UNPACKED_BYTES = 4 << 20
-# Real profiles are packed to a sixth or less. Without this bound a few bytes would make hours of work.
-MAX_RATIO = 64
 MAX_PROFILE_NS = 3600 * 1_000_000_000
+_MOST_UNPACKED = 1032  # bytes that one byte of deflate can become
+# Why a profile is refused, by the word under which it is counted, and what to do about it.
+_UPDATE = "give that node the controller's release of expanse-ebpf"
+REMEDIES = {
+    "job": f"its identity is absurd; {_UPDATE}",
+    "span": f"it ends before it begins, or lasts more than an hour; {_UPDATE}",
+    "size": (
+        f"it is larger than {MAX_PROFILE_BYTES >> 20} MiB packed or {MAX_PROFILE_PLAIN_BYTES >> 20} MiB "
+        f"unpacked; {_UPDATE}"
+    ),
+    "damaged": f"it is not a pprof profile in gzip; {_UPDATE}",
+    "values": f"it has other values than samples, cpu and waiting; {_UPDATE}",
+    "twice": f"its job and beginning are in the report already; {_UPDATE}",
+    "count": f"more than {MAX_PROFILES} are in one report; name fewer jobs in that node's python.jobs",
+    "allowance": "that node sends too many bytes of profiles; name fewer jobs in its python.jobs",
+}
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _SCHEDULER = re.compile(r"[a-z]{1,32}")
 
@@ -74,39 +87,59 @@ def _is_valid_job(job: JobIdentity) -> bool:
     )
 
 
-def profile_faults(profiles: Iterable[JobProfile]) -> list[str]:
-    """Why each of a report's profiles cannot be stored, in one word; empty where it can.
+class Checked(NamedTuple):
+    """Why each profile cannot be stored (see REMEDIES), empty where it can; bytes unpacked to see it."""
+
+    faults: list[str]
+    unpacked: int
+
+
+def checked(profiles: Iterable[JobProfile], room: int) -> Checked:
+    """Look at a report's profiles, of which at most some `room` bytes may be unpacked.
 
     What takes long to check is left to the reader: whether all numbers in it refer to something.
     """
     seen: set[tuple[str, int | str, int]] = set()
     faults = []
+    left = room
     for profile in profiles:
         job = profile.identity
         name = (job.scheduler, job.run or job.id, profile.from_ns)
-        faults.append("twice" if name in seen else _fault(profile))
+        fault = "twice" if name in seen else _outer_fault(profile)
+        if not fault:
+            fault, unpacked = _unpacked_fault(profile.pprof, left)
+            left -= unpacked
+        faults.append(fault)
         seen.add(name)
-    return faults
+    return Checked(faults, room - left)
 
 
-def _fault(profile: JobProfile) -> str:
+def _outer_fault(profile: JobProfile) -> str:
     if not _is_valid_job(profile.identity):
         return "job"
     if not 0 < profile.from_ns < profile.to_ns <= profile.from_ns + MAX_PROFILE_NS:
         return "span"
-    if len(profile.pprof) > MAX_PROFILE_BYTES:
-        return "size"
-    limit = min(MAX_UNPACKED_BYTES, MAX_RATIO * len(profile.pprof))
+    return "size" if len(profile.pprof) > MAX_PROFILE_BYTES else ""
+
+
+def _unpacked_fault(packed: bytes, room: int) -> tuple[str, int]:
+    """The fault, and how many bytes were unpacked to see it: those of one profile, or at most `room`."""
+    limit = min(MAX_PROFILE_PLAIN_BYTES, room)
     stream = zlib.decompressobj(wbits=31)
     try:
-        plain = stream.decompress(profile.pprof, limit + 1)
-        if len(plain) > limit:
-            return "size"
-        if not stream.eof or stream.unused_data:
-            return "damaged"
+        plain = stream.decompress(packed, limit + 1)
+    except zlib.error:
+        return "damaged", min(limit, _MOST_UNPACKED * len(packed))
+    if len(plain) > limit:
+        return ("size" if limit == MAX_PROFILE_PLAIN_BYTES else "allowance"), limit
+    return ("damaged" if not stream.eof or stream.unused_data else _plain_fault(plain)), len(plain)
+
+
+def _plain_fault(plain: bytes) -> str:
+    try:
         pprof = Profile.FromString(plain)
         texts = pprof.string_table
         found = tuple((texts[value.type], texts[value.unit]) for value in pprof.sample_type)
-    except (zlib.error, DecodeError, IndexError):
+    except (DecodeError, IndexError):
         return "damaged"
     return "" if found == VALUES else "values"

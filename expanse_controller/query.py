@@ -110,7 +110,7 @@ class Query:
             self._store.live_jobs(),
         )
         if found is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no job {request.key[:200]!r} is stored")
+            await context.abort(grpc.StatusCode.NOT_FOUND, await self._absence(request, key))
         job, points = found
         return SeriesReply(job=job, points=points).SerializeToString()
 
@@ -129,7 +129,7 @@ class Query:
             self._store.live_jobs(),
         )
         if found is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no job {request.key[:200]!r} is stored")
+            await context.abort(grpc.StatusCode.NOT_FOUND, await self._absence(request, key))
         job, parts = found
         reply = ProfileReply(job=job)
         if parts:
@@ -197,6 +197,14 @@ class Query:
             if (node in (boot.identity.name, boot.identity.install_id))
             or (not node and boot.newest and age_s(boot.newest, now) <= LISTED_S)
         ]
+
+    async def _absence(self, request: SeriesRequest | ProfileRequest, key: tuple[str, str]) -> str:
+        """Why nothing is found."""
+        nodes = await self._read(self._reader.nodes, key) if request.node else []
+        if nodes and request.node not in nodes:
+            job, node = request.key[:200], request.node[:200]
+            return f"no node {node!r} has {job!r}; there are: {', '.join(nodes)}"
+        return f"no job {request.key[:200]!r} is stored"
 
     async def _read(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

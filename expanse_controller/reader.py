@@ -18,6 +18,7 @@ from expanse_ebpf.wire.collector_pb2 import JobIdentity, Point, StoredJob
 # so thinning loses resolution and no quantity.
 MAX_VALUES = 80_000
 MAX_JOBS = 5000
+MAX_NODES = 10  # that are named in an error
 
 _JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
     FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
@@ -109,6 +110,15 @@ class Reader:
                 known = {name: value for name, value in zip(fields, values, strict=True) if value is not None}
                 points.append(Point(time_ns=time_ns, values=known))
         return job, points
+
+    def nodes(self, key: tuple[str, str]) -> list[str]:
+        """The names of the nodes that have or had a job, at most MAX_NODES of them."""
+        found = self._db.execute(
+            "SELECT DISTINCT nodes.name FROM jobs JOIN boots ON boots.id = jobs.boot "
+            f"JOIN nodes ON nodes.id = boots.node WHERE {_BY_KEY} ORDER BY nodes.name LIMIT ?",
+            (*_range(key), MAX_NODES),
+        )
+        return [name for (name,) in found]
 
     def profiles(
         self,

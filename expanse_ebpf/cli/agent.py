@@ -40,7 +40,9 @@ _LEAST_FILES = 256
 @click.option("--standalone", is_flag=True, help="Run a controller beside the agent, on this node alone.")
 @click.option("--db", type=click.Path(path_type=Path), help="The standalone controller's store.")
 @click.option(
-    "--listen", metavar="HOST:PORT", help="Where the standalone controller listens.  [default: any free port]"
+    "--listen",
+    metavar="HOST:PORT",
+    help="Where the standalone controller listens.  [default: any free port of 127.0.0.1; see the log]",
 )
 def command(
     file: Path | None,
@@ -54,6 +56,9 @@ def command(
 
     What this node cannot do is said once and left out; `expanse-ebpf check` tells it beforehand. Every
     setting can also stand in the configuration file or in the environment (EXPANSE_AGENT_INTERVAL_S=5).
+
+    With --standalone the log says where to point --controller of top and profile: "controller on
+    127.0.0.1:41234". --listen 127.0.0.1:9777 takes the same port each time.
 
     \b
     Examples:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from expanse_ebpf.errors import ConfigError, UnavailableError
 
 _START_S = 30
 _SNAPSHOT_S = 5
+_READING_S = 4
 _ME = (sys.executable, "-m", "expanse_ebpf")
 
 
@@ -51,8 +54,12 @@ def command(seconds: float) -> None:
         click.echo(f"agent and controller run (pid {agent.pid}); starting the job run/{name}")
         training = [sys.executable, "-m", "expanse_ebpf.cli.demo_training", str(folder)]
         job = _start(stack, [*_ME, "run", "--name", name, "--", *training], job_log)
+        click.echo(f"the agent's socket is {socket}; in another terminal, while this runs:")
+        click.echo(f"  {_my_name()} profile --socket {socket} --job run/{name} -o demo.html")
         top = [*_ME, "top", "--socket", str(socket)]
         if sys.stdin.isatty() and sys.stdout.isatty():
+            click.echo(f"`top` comes in {_READING_S} s, q ends it")
+            time.sleep(_READING_S)  # it covers the lines above
             shown = subprocess.run(top, check=False)
         else:
             count = math.ceil(seconds / _SNAPSHOT_S) + 1  # the first comes at once
@@ -63,6 +70,14 @@ def command(seconds: float) -> None:
     if shown.returncode != 0:
         raise UnavailableError(f"`top` ended with exit code {shown.returncode}; its own message is above")
     click.echo("demo over: agent, controller and job have ended, nothing is left")
+
+
+def _my_name() -> str:
+    """What a person types to run this program: it need not be on the PATH."""
+    program = Path(sys.argv[0])
+    if program.name != "expanse-ebpf":
+        return shlex.join(_ME)
+    return program.name if shutil.which(program.name) else shlex.quote(str(program.resolve()))
 
 
 def _start(stack: ExitStack, command: list[str], log: Path) -> subprocess.Popen[bytes]:

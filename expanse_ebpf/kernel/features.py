@@ -37,8 +37,11 @@ _CAP_SYS_RESOURCE = 24
 ABILITIES = {
     "bpf_loop": ((5, 17), "Python threads are seen while they run, not while they wait"),
     "uprobe_multi links": ((6, 6), "a uprobe takes a perf event for each symbol"),
-    "sleepable task iterator": ((5, 18), "likewise"),
+    "sleepable task iterator": ((5, 18), "Python threads are seen while they run, not while they wait"),
 }
+
+# What can be sampled, as expanse_ebpf/python_stacks/layouts.py has it.
+PYTHONS = "CPython 3.8 to 3.15"
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -187,6 +190,26 @@ def ability(name: str, code: int, release: str) -> Finding:
             name, "warning", f"not in this kernel (tried: {reason}), Linux {major}.{minor} has it; {without}"
         )
     return Finding(name, "warning", f"refused (tried: {reason}); {without}")
+
+
+def python_stacks(enabled: bool, why_not: str, waiting: int, release: str) -> Finding:
+    """Sampling of Python stacks, as it was tried.
+
+    `why_not`: why running threads cannot be sampled, with the remedy after "; ", empty when they can.
+    `waiting`: the error's number of loading what reads waiting ones. None of it is required.
+    """
+    name = "python stacks"
+    if not enabled:
+        return Finding(name, "ok", "switched off (sources.python)")
+    if why_not:
+        cause, _, remedy = why_not.partition("; ")
+        return Finding(name, "warning", f"Python stacks are not sampled: {cause}", remedy)
+    if not waiting:
+        return Finding(name, "ok", f"on CPUs and waiting, {PYTHONS} (tried)")
+    (major, minor), _ = ABILITIES["sleepable task iterator"]
+    old = parse_release(release) < (major, minor)
+    why = f"needs Linux {major}.{minor}" if old else f"refused ({errno.errorcode.get(waiting, waiting)})"
+    return Finding(name, "warning", f"on CPUs, {PYTHONS} (tried); waiting threads are not seen: {why}")
 
 
 # ---- counters

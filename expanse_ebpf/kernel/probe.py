@@ -19,7 +19,7 @@ from expanse_ebpf.kernel import cpus, features, libbpf, perf, trials
 from expanse_ebpf.kernel.features import Finding
 
 BTF = "/sys/kernel/btf/vmlinux"
-OBJECTS = ("cpu_accounting", "task_lifecycle")
+OBJECTS = ("cpu_accounting", "task_lifecycle", "python_stacks", "python_waits")
 CONNECT_S = 2.0
 
 
@@ -68,6 +68,25 @@ def load_objects() -> tuple[int, str]:
     return 0, ""
 
 
+def load_python_stacks() -> tuple[str, int]:
+    """Sample Python stacks for a moment: (why running threads cannot be, error's number of waiting ones)."""
+    from expanse_ebpf.kernel.python_stacks import PythonStacks
+
+    try:
+        stacks = PythonStacks(lambda record: None, 49)
+    except libbpf.BpfError as error:
+        return f"{error}: {explain(error.errno)}", 0
+    except UnavailableError as error:
+        return str(error), 0
+    try:
+        stacks.load_waits()
+    except libbpf.BpfError as error:
+        return "", error.errno
+    finally:
+        stacks.close()
+    return "", 0
+
+
 def findings(config: Config) -> list[Finding]:
     """Everything about this node, in the order in which it is shown."""
     status = read("/proc/self/status") or ""
@@ -76,7 +95,7 @@ def findings(config: Config) -> list[Finding]:
     found = [features.kernel(release, machine)]
     has_btf = Path(BTF).exists()
     found.append(features.btf(has_btf))
-    found += _bpf_findings(machine, release)
+    found += _bpf_findings(machine, release, config.sources.python)
     found.append(_cgroups())
     counters = config.cpu.counters
     found.append(features.pmu(perf.self_test(counters)))
@@ -125,7 +144,7 @@ def explain(code: int) -> str:
     )
 
 
-def _bpf_findings(machine: str, release: str) -> list[Finding]:
+def _bpf_findings(machine: str, release: str, stacks: bool) -> list[Finding]:
     try:
         version: str | None = libbpf.version()
     except UnavailableError:
@@ -150,6 +169,8 @@ def _bpf_findings(machine: str, release: str) -> list[Finding]:
         found.append(
             features.bpf_part("collector's programs", code, f"{what}: {explain(code)}" if code else "")
         )
+        why_not, waiting = load_python_stacks() if stacks else ("", 0)
+        found.append(features.python_stacks(stacks, why_not, waiting, release))
     return found
 
 

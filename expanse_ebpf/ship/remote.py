@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.errors import UnavailableError, UnknownJobError
 from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
 from expanse_ebpf.wire.collector_pb2 import (
@@ -23,6 +23,12 @@ _NOBODY = "-"  # no node's name
 # Answers about the question itself; the link is not at fault.
 _REFUSALS = ("NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 MAX_REPLY_BYTES = 64 * 1024 * 1024  # two reports of each of some ten thousand nodes
+
+
+class NotStoredError(UnavailableError):
+    """The controller knows no such job, or not of that node."""
+
+    exit_code = UnknownJobError.exit_code
 
 
 def snapshot(address: str, node: str = "", timeout: float = CONNECT_S) -> list[NodeSnapshot]:
@@ -75,7 +81,8 @@ def fetch_profile(
 
     Times are nanoseconds since 1970 UTC, `to_ns` 0 is now. `run` 0 is the newest. The reply's `pprof` is
     packed by gzip, and empty when nothing is stored of that span. Raises UnavailableError when the
-    controller at `address` (HOST:PORT) cannot be reached, knows no such job, or will not merge as much.
+    controller at `address` (HOST:PORT) cannot be reached or will not merge as much, NotStoredError when
+    it knows no such job.
     """
     grpc = transport.import_grpc()
     with _channel(address) as channel:
@@ -90,7 +97,8 @@ def fetch_profile(
             reply: ProfileReply = ask(request, timeout=timeout)
         except grpc.RpcError as error:
             if error.code().name in _REFUSALS:
-                raise UnavailableError(f"controller {address}: {error.details()}") from None
+                kind = NotStoredError if error.code().name == "NOT_FOUND" else UnavailableError
+                raise kind(f"controller {address}: {error.details()}") from None
             raise
         return reply
 

@@ -19,6 +19,12 @@ PROFILE = f"/{QUERY}/Profile"
 # gRPC's own limit on a received message is 4 MiB; what is larger cuts the stream, so it is never sent.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 - 1024
 
+# A job's profile of a minute, packed and unpacked: the agent leaves stacks out until it is no larger, the
+# controller refuses what is. Unpacked it is some 40,000 stacks, and reading what was made to be read with
+# effort takes up to forty times as much memory.
+MAX_PROFILE_BYTES = 1 << 20
+MAX_PROFILE_PLAIN_BYTES = 4 << 20
+
 # A server cuts the link of a client that pings more often than the server allows, so the client's
 # interval stays well above the server's minimum, and both allow pings while no call is open.
 CLIENT_PING_S = 30.0

@@ -42,6 +42,7 @@ def test_json_has_every_finding_and_the_verdict() -> None:
         "bpf_loop",
         "uprobe_multi links",
         "sleepable task iterator",
+        "python stacks",
     } <= {finding["name"] for finding in document["findings"]}
 
 

@@ -27,6 +27,7 @@ from expanse_controller.store import EXPIRE_ROWS, OUT_OF_ORDER, REPLAYED, STORED
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.export import pprof
 from expanse_ebpf.ship import remote
+from expanse_ebpf.sources import stack_counts
 from expanse_ebpf.wire import transport
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_ENDED,
@@ -203,7 +204,8 @@ def _big() -> bytes:
     return _packed(string_table=[random.Random(1).randbytes(1_200_000).hex()])
 
 
-BOMB = gzip.compress(bytes(limits.MAX_UNPACKED_BYTES + 1))
+ROOM = 1 << 30
+BOMB = gzip.compress(bytes(transport.MAX_PROFILE_PLAIN_BYTES + 1))
 DAMAGED = {
     "empty": b"",
     "plain": profile().SerializeToString(),
@@ -222,7 +224,7 @@ DAMAGED = {
 def test_damaged_profile_is_refused(case: str) -> None:
     made = report(1)
     add(made, 0, DAMAGED[case])
-    assert limits.profile_faults(made.profiles) == ["damaged"]
+    assert limits.checked(made.profiles, ROOM).faults == ["damaged"]
 
 
 @pytest.mark.parametrize(
@@ -232,15 +234,15 @@ def test_damaged_profile_is_refused(case: str) -> None:
         ("size", BOMB),
         ("values", gzip.compress(b"")),
         ("values", _packed(sample_type=[ValueType()])),
-        ("size", _packed(string_table=["x" * 200_000])),
+        ("", _packed(string_table=["x" * 4_000_000])),
         ("", _packed(string_table=[random.Random(1).randbytes(300_000).hex(), "x" * 2_000_000])),
     ],
-    ids=["large", "bomb", "no values", "one value too many", "small bomb", "large enough"],
+    ids=["large", "bomb", "no values", "one value too many", "packed very well", "packed well"],
 )
 def test_size_and_values(fault: str, packed: bytes) -> None:
     made = report(1)
     add(made, 0, packed)
-    assert limits.profile_faults(made.profiles) == [fault]
+    assert limits.checked(made.profiles, ROOM).faults == [fault]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_absurd_span_is_refused(from_ns: int, to_ns: int, fault: str) -> None:
     made = report(1)
     added = add(made, 0)
     added.from_ns, added.to_ns = from_ns, to_ns
-    assert limits.profile_faults(made.profiles) == [fault]
+    assert limits.checked(made.profiles, ROOM).faults == [fault]
 
 
 def test_absurd_job_and_what_comes_twice_are_refused() -> None:
@@ -271,7 +273,7 @@ def test_absurd_job_and_what_comes_twice_are_refused() -> None:
     add(made, 1)
     add(made, 2, scheduler="SLURM; DROP")
     add(made, 3, id="")
-    assert limits.profile_faults(made.profiles) == ["", "twice", "", "job", "job"]
+    assert limits.checked(made.profiles, ROOM).faults == ["", "twice", "", "job", "job"]
 
 
 def refused(controller: Controller) -> dict[str, float]:
@@ -344,7 +346,68 @@ def test_node_that_floods_is_cut_and_others_are_not(tmp_path: Path) -> None:
         code, errors = running.terminate()
     assert code == 0
     (line,) = errors.splitlines()
-    assert "node 'flood': profiles are refused (damaged: 4)" in line
+    assert "node 'flood': profiles are refused, 4 since the start: 4 (damaged), the first of job " in line
+    assert (
+        " 'slurm/123': it is not a pprof profile in gzip; give that node the controller's release of " in line
+    )
+
+
+def longest_names(count: int) -> Profile:
+    """Stacks with names that pack more than sixty to one."""
+    builder = pprof.ProfileBuilder(period_ns=20_000_000, time_ns=T, duration_ns=MINUTE)
+    for number in range(count):
+        text = f"generated_{number:04}_" + "长" * 230
+        builder.add([(text, f"/{text}.py", 1, 1)], (1, 20_000_000, 0), {})
+    return builder.build()
+
+
+def test_what_the_agent_packs_is_stored_however_long_its_names_are(nodes: Client) -> None:
+    """Agent and controller have one bound, and how well a profile packs is none of its own."""
+    made = longest_names(2500)
+    packed = pprof.dumps(made)
+    assert 0.75 < made.ByteSize() / transport.MAX_PROFILE_PLAIN_BYTES < 1
+    assert made.ByteSize() > 60 * len(packed)
+    brought = report(1, time_ns=T + MINUTE, id="85", run=85)
+    add(brought, 0, packed)
+    nodes.send(up(brought), hello=node("long-names", "long-names"))
+    assert sum(taken(nodes.profile("slurm/85")).values()) == 2500
+    assert (stack_counts.MOST_BYTES, stack_counts.MOST_PLAIN_BYTES) == (
+        transport.MAX_PROFILE_BYTES,
+        transport.MAX_PROFILE_PLAIN_BYTES,
+    )
+
+
+def test_no_more_is_unpacked_than_there_is_room_for() -> None:
+    made = report(1)
+    large = _packed(string_table=["x" * 1_000_000])
+    for minute in range(4):
+        add(made, minute, large)
+    plain = len(gzip.decompress(large))
+    assert limits.checked(made.profiles, 4 * plain) == ([""] * 4, 4 * plain)
+    room = 2 * plain + 10
+    assert limits.checked(made.profiles, room) == (["", "", "allowance", "allowance"], room)
+    broken = report(1)
+    add(broken, 0, BOMB[:-8] + bytes(8))  # seen at its end only
+    faults, unpacked = limits.checked(broken.profiles, ROOM)
+    assert (faults, unpacked) == (["damaged"], transport.MAX_PROFILE_PLAIN_BYTES)
+
+
+def test_what_unpacks_to_much_counts_for_more(tmp_path: Path) -> None:
+    """32 MiB at once are 2 GiB unpacked, and some 530 profiles that have 4 MiB each."""
+    with (
+        Controller(tmp_path / "x.db", "--metrics-listen", "127.0.0.1:0") as running,
+        client(running.address) as sender,
+    ):
+        bomb = gzip.compress(bytes(4_000_000))  # zeros are no profile
+        for number in range(3):
+            made = report(number + 1, time_ns=T + MINUTE + number, id="86", run=86)
+            for part in range(250):
+                add(made, number * 250 + part, bomb)
+            sender.send(up(made), hello=node("bombs", "bombs"))
+        found = refused(running)
+        assert found["damaged"] + found["allowance"] == 750
+        assert 530 <= found["damaged"] < 650
+        assert "the first of job 'slurm/86': it is not a pprof" in running.terminate()[1]
 
 
 def test_allowance() -> None:
@@ -358,6 +421,16 @@ def test_allowance() -> None:
     assert not made.take(a, 101, 1000.0)
     assert made.take(a, 100, 1000.0)
     assert made.take(a, 0, 1000.0)
+
+
+def test_allowance_can_be_owed() -> None:
+    made = Allowance(per_second=10, reserve=100)
+    a = ("a", "1")
+    assert made.left(a, 0.0) == 100
+    made.charge(a, 150, 0.0)
+    assert made.left(a, 0.0) == 0
+    assert not made.take(a, 1, 5.0)
+    assert (made.left(a, 6.0), made.take(a, 10, 6.0), made.left(a, 6.0)) == (10, True, 0)
 
 
 def test_allowance_forgets_who_has_used_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +452,7 @@ def test_profile_with_flipped_bytes_is_refused_or_can_be_read(data: st.DataObjec
         raw[position] = data.draw(st.integers(0, 255))
     made = report(1)
     add(made, 0, gzip.compress(bytes(raw)))
-    (fault,) = limits.profile_faults(made.profiles)
+    (fault,) = limits.checked(made.profiles, ROOM).faults
     assert fault in ("", "damaged", "values")
     if not fault:
         merging._unchecked(made.profiles[0].pprof)
@@ -391,8 +464,8 @@ def test_any_bytes_are_no_profile(data: bytes) -> None:
     made = report(1)
     add(made, 0, data)
     add(made, 1, gzip.compress(data))
-    assert limits.profile_faults(made.profiles)[0] == "damaged"
-    assert limits.profile_faults(made.profiles)[1] in ("damaged", "values")
+    assert limits.checked(made.profiles, ROOM).faults[0] == "damaged"
+    assert limits.checked(made.profiles, ROOM).faults[1] in ("damaged", "values")
 
 
 # ---- merged
@@ -493,7 +566,9 @@ def test_stored_profile_that_does_not_hold_together_is_left_out(nodes: Client) -
     [
         ("slurm", {}, "is not a job's key"),
         ("slurm/999", {}, "no job 'slurm/999' is stored"),
-        ("slurm/300", {"node": "elsewhere"}, "no job 'slurm/300' is stored"),
+        ("slurm/999", {"node": "gaps"}, "no job 'slurm/999' is stored"),
+        ("slurm/300", {"node": "nix"}, "no node 'nix' has 'slurm/300'; there are: gaps"),
+        ("slurm/300", {"node": "gaps", "run": 1}, "no job 'slurm/300' is stored"),
         ("slurm/300", {"run": 1}, "no job 'slurm/300' is stored"),
     ],
 )

@@ -215,7 +215,12 @@ def test_series_bounds_and_fields(nodes: Client) -> None:
         ("slurm/123", {"fields": ["1); DROP TABLE x"]}, grpc.StatusCode.INVALID_ARGUMENT, "no such field"),
         ("slurm", {}, grpc.StatusCode.INVALID_ARGUMENT, "is not a job's key"),
         ("slurm/999", {}, grpc.StatusCode.NOT_FOUND, "no job 'slurm/999' is stored"),
-        ("slurm/123", {"node": "elsewhere"}, grpc.StatusCode.NOT_FOUND, "no job"),
+        (
+            "slurm/123",
+            {"node": "nix"},
+            grpc.StatusCode.NOT_FOUND,
+            "no node 'nix' has 'slurm/123'; there are: gpu001",
+        ),
         ("slurm/123", {"run": 1}, grpc.StatusCode.NOT_FOUND, "no job"),
     ],
 )

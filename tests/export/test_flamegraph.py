@@ -31,6 +31,7 @@ from tests.export.profiles import (
 )
 
 Open = Callable[..., Page]
+BY_FUNCTION = "#processes=0"  # else a profile of several processes has a frame for each
 
 
 # ---- The file
@@ -104,13 +105,13 @@ def test_no_name_gets_out_of_its_place(profile: Profile) -> None:
     title = "</title><script>{{data}}{{facts}}</script>"
     plain, page = Parts(flamegraph(builder().build(), "x")), Parts(flamegraph(profile, title))
     assert page.tags == plain.tags
-    assert page.texts["title"].strip() == title
+    assert page.texts["title"].strip().startswith(title)
     assert page.texts["script"] == plain.texts["script"]
     # The policy names the digests of script and style, which do not depend on the profile.
     assert page.attributes["meta"] == plain.attributes["meta"]
     data = json.loads(page.texts["script#data"])
     for place in range(3):
-        assert sum(data["stacks"][place + 1 :: 5]) == sum(sample.value[place] for sample in profile.sample)
+        assert sum(data["stacks"][place + 1 :: 6]) == sum(sample.value[place] for sample in profile.sample)
 
 
 # ---- In a browser
@@ -128,10 +129,10 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     """Opens a profile's page, which must not complain until the end of the test."""
     pages: list[Page] = []
 
-    def open_page(profile: Profile, title: str = "x", **options: Any) -> Page:
+    def open_page(profile: Profile, title: str = "x", fragment: str = BY_FUNCTION, **options: Any) -> Page:
         file = tmp_path / f"{len(pages)}.html"
         file.write_text(flamegraph(profile, title), encoding="utf-8")
-        pages.append(browser.page(file, **options))
+        pages.append(browser.page(file, fragment=fragment, **options))
         return pages[-1]
 
     yield open_page
@@ -310,7 +311,11 @@ def test_other_ways_to_look_at_a_profile(opened: Open) -> None:
     assert "line 10: 60.0 %, line 11: 40.0 %" in page.text("#tip")
     page.click_on("label", "Inverted")
     page.click_on("fieldset label", "Both")
-    assert set(shown(page)[1]) == {"process 4242", "process 4243", "process not known"}
+    assert set(shown(page)[1]) == {
+        "process 4242, Python 3.11",
+        "process 4243, Python 3.11",
+        "process not known",
+    }
     page.point(*place(page, "wait"))
     assert "line 327: 100.0 %" in page.text("#tip")
 
@@ -332,8 +337,8 @@ def test_the_address_keeps_what_is_shown(opened: Open) -> None:
         True,
         "wait",
     ]
-    nonsense = opened(known(), fragment="#value=x&zoom=1.a.99.-1.1e9&lines=2&search=%FF")
-    assert len(shown(nonsense)) == 4
+    nonsense = opened(known(), fragment="#value=x&zoom=1.a.99.-1.1e9&lines=2&search=%FF&processes=__proto__")
+    assert len(shown(nonsense)) == 5
 
 
 def test_hostile_names_do_nothing_but_appear(opened: Open) -> None:
@@ -360,7 +365,7 @@ def test_the_policy_lets_no_other_script_run_and_no_request_out(browser: Browser
     page = browser.page(file)
     fetched = page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')")
     assert (page.evaluate("window.harmed"), fetched) == (None, "refused")
-    assert len(shown(page)) == 4
+    assert len(shown(page)) == 5
     breaches = " ".join(c for c in page.complaints() if "Content Security Policy" in c)
     assert "script-src" in breaches
     assert "default-src" in breaches
@@ -371,7 +376,7 @@ def test_the_policy_lets_no_other_script_run_and_no_request_out(browser: Browser
 def test_names_can_be_read_on_every_colour(opened: Open, dark: bool) -> None:
     page = opened(known(), dark=dark)
     colours = page.evaluate(
-        "['own', 'library', 'standard', 'none'].flatMap(kind => Array.from({ length: 50 }, (_, i) => {"
+        "Object.keys(KINDS).flatMap(kind => Array.from({ length: 50 }, (_, i) => {"
         f"  context.fillStyle = colour(kind, i / 50, {str(dark).lower()}); return context.fillStyle; }}))"
     )
     texts = [(255, 255, 255), (0xD5, 0xDB, 0xE1)] if dark else [(0x14, 0x18, 0x1D), (0x3A, 0x42, 0x4B)]
@@ -426,9 +431,97 @@ def test_a_deep_stack_can_be_scrolled_to_its_end(opened: Open) -> None:
     assert page.text("#tip").splitlines()[0] == "f128"
 
 
+def test_processes_are_apart_when_there_are_several(opened: Open) -> None:
+    page = opened(known(), fragment="")
+    assert set(shown(page)[1]) == {"process 4242, Python 3.11", "process not known"}
+    assert page.evaluate("controls.processes.checked")
+    assert page.text("#legend").splitlines()[-1] == "process"
+    page.point(*place(page, "process 4242, Python 3.11"))
+    assert page.text("#tip").splitlines()[1] == "process"
+    page.click_on("label", "By process")
+    assert page.evaluate("location.hash") == BY_FUNCTION
+    assert "process" not in page.text("#legend")
+    assert "main" in shown(opened(known(), fragment=BY_FUNCTION))[2]
+    one = opened(of([("main;work", 5)], lambda _: {"pid": 7}), fragment="")
+    assert "main" in shown(one)[1]
+    assert not one.evaluate("controls.processes.checked")
+
+
+def test_a_process_is_named_by_what_is_known_of_it() -> None:
+    def names(*labels: dict[str, str | int]) -> list[str]:
+        profile = of([(f"f{number}", 1) for number in range(len(labels))], lambda number: labels[number])
+        found: list[str] = json.loads(Parts(flamegraph(profile, "x")).texts["script#data"])["processes"]
+        return found
+
+    reason: dict[str, str | int] = {"pid": 7, "unresolved": "starting"}
+    assert names(reason, {"pid": 7, "python": "3.13t"}) == ["process 7, Python 3.13t"]
+    assert names({"pid": 7}, {}, {"pid": "x"}, {"pid": 8}) == ["process 7", "process 8"]
+    assert names({"pid": 7, "node": "a"}, {"pid": 7, "node": "b", "python": "3.8"}) == [
+        "process 7 on a",
+        "process 7 on b, Python 3.8",
+    ]
+    assert names({"pid": 7, "job": "slurm/1_0"}, {"pid": 7, "job": "slurm/1_1"}) == [
+        "process 7 of slurm/1_0",
+        "process 7 of slurm/1_1",
+    ]
+
+
+def test_the_title_says_on_which_node_it_was() -> None:
+    def title(*nodes: str) -> str:
+        profile = of([(node, 1) for node in nodes], lambda number: {"node": nodes[number]})
+        return Parts(flamegraph(profile, "slurm/1")).texts["h1"].strip()
+
+    assert title() == "slurm/1"
+    assert title("gpu<1>") == "slurm/1 on gpu<1>"
+    assert title("a", "b", "a") == "slurm/1 on 2 nodes"
+
+
+def test_what_the_threads_had_to_do_with_the_lock_is_told(opened: Open) -> None:
+    made = builder()
+    counts = (("held", 6), ("waiting", 3), ("released", 1), ("", 10))
+    for gil, count in counts:
+        made.add([("f", "/x.py", 1, 1)], (count, count * PERIOD, SECOND), {"gil": gil})
+    made.add([("g", "/x.py", 1, 1)], (20, 20 * PERIOD, 0), {"gil": "__proto__"})
+    page = opened(made.build())
+    page.point(*place(page, "f"))
+    assert "GIL: held 30.0 %, waited for 15.0 %, released 5.0 %" in page.text("#tip").splitlines()
+    page.point(*place(page, "all"))
+    assert "GIL: held 15.0 %, waited for 7.5 %, released 2.5 %" in page.text("#tip").splitlines()
+    page.point(*place(page, "g"))
+    assert "GIL" not in page.text("#tip")
+    page.click_on("fieldset label", "Waiting")
+    page.point(*place(page, "f"))
+    assert "GIL: held 25.0 %, waited for 25.0 %, released 25.0 %" in page.text("#tip").splitlines()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_stack_that_is_cut_is_not_shown_as_none(opened: Open, dark: bool) -> None:
+    made = builder()
+    made.add([("f", "/x.py", 1, 1), ("[truncated]", "", 0, 0)], (1, PERIOD, 0), {"truncated": 1})
+    made.add([("[truncated]", "/x.py", 1, 1)], (1, PERIOD, 0), {})
+    page = opened(made.build(), dark=dark)
+    assert page.evaluate("frames.slice(0, 3).map(f => f.kind)") == ["cut", "own", "own"]
+    assert page.evaluate(f"colour('cut', 0, {str(dark).lower()}) !== colour('none', 0, {str(dark).lower()})")
+    assert "the stack is deeper" in page.text("#legend")
+    assert "the stack is deeper" not in opened(known(), dark=dark).text("#legend")
+
+
+def test_a_page_without_a_python_stack_says_why(opened: Open) -> None:
+    made = builder()
+    for reason, count in (("not_python", 9), ("starting", 2)):
+        made.add([(f"[{reason}]", "", 0, 0)], (count, count * PERIOD, 0), {"unresolved": reason})
+    said = "No Python stack could be read: not python 9, starting 2."
+    assert opened(made.build()).text("#why") == said
+    made.add([("f", "/x.py", 1, 1)], (1, PERIOD, 0), {})
+    page = opened(made.build())
+    assert page.text("#why") == ""
+    assert page.evaluate("element('why').offsetHeight") == 0
+
+
 def test_an_empty_profile_says_so(opened: Open) -> None:
     for fragment in ("", "#value=both&search=x"):
         page = opened(builder().build(), fragment=fragment)
+        assert page.text("#why") == "There are no samples: nothing ran or waited in this time."
         assert shown(page) == [{"all": 1.0}]
         page.point(*place(page, "all"))
         assert page.text("#tip").splitlines()[1] == "0 s · 0.0 % of all"

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from expanse_ebpf.config import COUNTERS, Config
 from expanse_ebpf.errors import UnavailableError
-from expanse_ebpf.kernel import features, probe, trials
+from expanse_ebpf.kernel import features, libbpf, probe, trials
+from expanse_ebpf.python_stacks import layouts
 
 ALL = (1 << 41) - 1
 BPF, PERFMON, ADMIN = 1 << 39, 1 << 38, 1 << 21
@@ -280,6 +282,52 @@ def test_the_rest_of_the_decisions() -> None:
     assert features.agent("/x", "denied").status == "warning"
 
 
+@pytest.mark.parametrize(
+    ("enabled", "why_not", "waiting", "release", "finding"),
+    [
+        (True, "", 0, "6.1.0", ("ok", "on CPUs and waiting, CPython 3.8 to 3.15 (tried)", "")),
+        (
+            True,
+            "",
+            errno.EINVAL,
+            "5.10.0",
+            (
+                "warning",
+                "on CPUs, CPython 3.8 to 3.15 (tried); waiting threads are not seen: needs Linux 5.18",
+                "",
+            ),
+        ),
+        (
+            True,
+            "",
+            errno.EPERM,
+            "6.1.0",
+            (
+                "warning",
+                "on CPUs, CPython 3.8 to 3.15 (tried); waiting threads are not seen: refused (EPERM)",
+                "",
+            ),
+        ),
+        (
+            True,
+            "loading: no CAP_PERFMON; grant it",
+            0,
+            "6.1.0",
+            ("warning", "Python stacks are not sampled: loading: no CAP_PERFMON", "grant it"),
+        ),
+        (False, "", 0, "6.1.0", ("ok", "switched off (sources.python)", "")),
+    ],
+)
+def test_python_stacks(
+    enabled: bool, why_not: str, waiting: int, release: str, finding: tuple[str, str, str]
+) -> None:
+    assert features.python_stacks(enabled, why_not, waiting, release) == ("python stacks", *finding)
+
+
+def test_the_pythons_that_are_named_are_those_with_a_layout() -> None:
+    assert f"CPython 3.{layouts.OLDEST} to 3.{layouts.NEWEST}" == features.PYTHONS
+
+
 # ---- this machine
 
 
@@ -305,6 +353,36 @@ def test_abilities_are_tried_for_real(name: str, trial: Callable[[], int]) -> No
     has_it = features.parse_release(release) >= features.ABILITIES[name][0]
     assert (trial() == 0) is has_it
     assert features.ability(name, trial(), release) in probe.findings(Config())
+
+
+def test_python_stacks_are_sampled_for_real() -> None:
+    can_wait = features.parse_release(os.uname().release) >= (5, 18)
+    why_not, waiting = probe.load_python_stacks()
+    assert (why_not, waiting == 0) == ("", can_wait)
+    by_name = {finding.name: finding for finding in probe.findings(Config())}
+    assert by_name["python stacks"].status == ("ok" if can_wait else "warning")
+    assert "python_stacks" in by_name["bpf objects"].detail
+    assert "python_waits" in by_name["bpf objects"].detail
+
+
+def test_python_stacks_that_cannot_be_sampled_keep_nothing_else_from_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise libbpf.BpfError("loading python_stacks", errno.EPERM)
+
+    with monkeypatch.context() as without:
+        without.setattr("expanse_ebpf.kernel.python_stacks.PythonStacks.load_waits", refuse)
+        assert probe.load_python_stacks() == ("", errno.EPERM)
+    monkeypatch.setattr("expanse_ebpf.kernel.python_stacks.PythonStacks", refuse)
+    why_not, _ = probe.load_python_stacks()
+    assert why_not.startswith("loading python_stacks: Operation not permitted (EPERM): ")
+    found = {finding.name: finding for finding in probe.findings(Config())}
+    assert found["python stacks"].status == "warning"
+    assert found["collector's programs"].status == "ok"
+    monkeypatch.setattr(probe, "load_python_stacks", refuse)  # is not called
+    off = replace(Config(), sources=replace(Config().sources, python=False))
+    assert "switched off" in {f.name: f for f in probe.findings(off)}["python stacks"].detail
 
 
 def test_trials_leave_no_descriptor() -> None:
