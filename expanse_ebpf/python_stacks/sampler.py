@@ -7,8 +7,9 @@ process runs, and sends names, files and line tables the first time it comes acr
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,13 +28,18 @@ if TYPE_CHECKING:
     from expanse_ebpf.kernel.libbpf import Program
     from expanse_ebpf.kernel.lifecycle import Lifecycle
 
-_MAX_LOOKUPS = 64  # of processes, between two turns of the caller's loop; the rest is asked for again
+# Looking up processes may take the caller's loop so many seconds a turn, and one job so many in a
+# while: what is left over is asked for again.
+_LOOK_UP_S = 0.02
+_LOOK_UP_S_PER_JOB, _LOOK_UP_WHILE_S = 0.25, 10.0
 _MAX_REFUSALS = 256
-_LONG_STARTING = 5  # tries: 1.7 s
+_LONG_STARTING = 12  # tries: 10 s
 _MAX_NEW_LAYOUTS = 8  # that processes of one job may bring in an hour
 _MAX_PARTIAL = 256  # code objects of which only some parts have come
 _MAX_CODES = 16384  # that are remembered; 0.6 KiB each, as a rule
-_MAX_TABLES = 16 << 20  # bytes of their line tables
+_MAX_TABLES = 4 << 20  # bytes of their line tables, which may take eight times as much when decoded
+_DECODED = 512 << 10  # bytes of line tables that are decoded in a drain; lines of others come later
+_HUNG_S = 5.0  # a visit that takes longer waits for something that does not come
 _MAX_CHILDREN = 1000
 _OPT_OUT = b"EXPANSE_PROFILE=off"
 # Threads that wait without any Python in them are no news, and are not reported.
@@ -73,14 +79,14 @@ class Count(NamedTuple):
 class _Code:
     """A code object."""
 
-    __slots__ = ("_frames", "file", "first_line", "lines", "name", "python")
+    __slots__ = ("_frames", "file", "first_line", "lines", "name", "undecoded")
 
-    def __init__(self, name: str, file: str, first_line: int, lines: Lines, python: str) -> None:
+    def __init__(self, name: str, file: str, first_line: int, lines: Lines, undecoded: int) -> None:
         self.name = name
         self.file = file
         self.first_line = first_line
         self.lines = lines
-        self.python = python
+        self.undecoded = undecoded  # bytes of the line table, until a line is wanted
         self._frames: dict[int, Frame] = {}
 
     def frame(self, offset: int) -> Frame:
@@ -88,6 +94,7 @@ class _Code:
         known = self._frames.get(offset)
         if known is None:
             line = self.lines.line(offset)
+            self.undecoded = 0
             known = self._frames[offset] = Frame(self.name, self.file, line, max(0, self.first_line))
         return known
 
@@ -107,6 +114,9 @@ class Sampler:
         self._lifecycle = lifecycle
         self._interpreters = Interpreters()
         self._asks: list[kernel.Ask] = []
+        self._looked_up = defaultdict[int, float](float)  # seconds, by the slot of the job
+        self._looked_up_since = 0.0
+        self._decoded = 0  # bytes of line tables in this drain
         self._layouts: list[Layout] = []
         self._numbers: dict[bytes, int] = {}  # of the same
         self._brought = Counter[int]()  # new layouts, by the slot of the job that has brought them
@@ -118,7 +128,9 @@ class Sampler:
         self._records: dict[int, kernel.Stack] = {}
         self._stacks: dict[int, Stack] = {}
         self._outcomes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._longest_visit_ns = round(2e9 / waits_hz) if waits_hz else 0
+        self._visitor: threading.Thread | None = None
+        self._visit_failed = ""
+        self._visit_ns = round(1e9 / waits_hz) if waits_hz else 0
         self._kernel = kernel.PythonStacks(self._received, rate_hz, lifecycle)
         self.fd = self._kernel.fd  # readable: call consume()
         if waits_hz:
@@ -126,7 +138,7 @@ class Sampler:
                 self._kernel.load_waits()
             except BpfError as error:
                 self.unavailable["waiting"] = f"waiting threads are not seen: {error}; needs Linux 5.18"
-        self._last_visit = time.monotonic_ns()
+        self._last_visit = time.monotonic()
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -154,9 +166,20 @@ class Sampler:
     def consume(self) -> None:
         """Answer the kernel side's questions; to be called when `fd` is readable."""
         self._kernel.consume()
-        asks, self._asks = self._asks[:_MAX_LOOKUPS], []
+        asks, self._asks = self._asks, []
+        began = time.monotonic()
+        if began - self._looked_up_since > _LOOK_UP_WHILE_S:
+            self._looked_up_since = began
+            self._looked_up.clear()
+        end = began
         for ask in asks:
-            self._look_up(ask)
+            if end - began > _LOOK_UP_S:
+                break
+            if self._looked_up[ask.slot] < _LOOK_UP_S_PER_JOB or self._lifecycle is None:
+                start = end
+                self._look_up(ask)
+                end = time.monotonic()
+                self._looked_up[ask.slot] += end - start
 
     def _received(self, record: kernel.Record) -> None:
         if isinstance(record, kernel.Stack):
@@ -183,7 +206,7 @@ class Sampler:
         complete = len(table) == record.lines_length
         lines = Lines(table, lines_format(layout.minor), record.first_line, complete)
         self._tables += len(table)
-        self._codes[record.code] = _Code(name, file, record.first_line, lines, _python(layout))
+        self._codes[record.code] = _Code(name, file, record.first_line, lines, len(table))
 
     def _look_up(self, ask: kernel.Ask) -> None:
         if not ask.pid:
@@ -209,17 +232,18 @@ class Sampler:
         self.refusals.pop(ask.pid, None)
 
     def _install(self, layout: Layout, slot: int) -> int:
-        """The layout's number. From 3.13 on it comes out of a file, and anybody can make many."""
+        """The layout's number. From 3.13 on it comes out of a file, and any job can make many."""
         number = self._numbers.get(bytes(layout))
         if number is not None:
             return number
         if time.monotonic() - self._brought_since > 3600:
             self._brought.clear()
             self._brought_since = time.monotonic()
-        if self._brought[slot] >= _MAX_NEW_LAYOUTS:
+        many = layout.minor >= 13 and self._lifecycle is not None
+        if many and self._brought[slot] >= _MAX_NEW_LAYOUTS:
             raise UnavailableError("its job has brought too many kinds of interpreter")
         number = self._numbers[bytes(layout)] = self._kernel.install(layout)
-        self._brought[slot] += 1
+        self._brought[slot] += many
         self._layouts.append(layout)
         return number
 
@@ -238,21 +262,38 @@ class Sampler:
     # ---- what was seen
 
     def visit(self) -> None:
-        """Read the stacks of all threads that wait. Each stands for the time since the last visit."""
-        now = time.monotonic_ns()
-        stands_for, self._last_visit = now - self._last_visit, now
-        if "waiting" in self.unavailable:
+        """Have the stacks of all threads that wait read. Each stands for the time since the last visit.
+
+        In a thread of its own: reading a page of another process can take as long as whatever it comes from.
+        """
+        if "waiting" in self.unavailable and self._visitor is None:
             return
+        now = time.monotonic()
+        if self._visitor is not None and self._visitor.is_alive():
+            if now - self._last_visit > _HUNG_S:
+                self.unavailable["waiting"] = f"a visit has taken {now - self._last_visit:.0f} s so far"
+            return
+        if self._visitor is not None and self._visit_failed:
+            self.unavailable["waiting"] = f"waiting threads are no longer seen: {self._visit_failed}"
+            self._visitor = None
+            return
+        self.unavailable.pop("waiting", None)
+        stands_for, self._last_visit = now - self._last_visit, now
+        self._visitor = threading.Thread(target=self._visit, args=(stands_for,), daemon=True)
+        self._visitor.start()
+
+    def _visit(self, stands_for: float) -> None:
         try:
-            self._kernel.visit(min(stands_for, self._longest_visit_ns))
+            self._kernel.visit(round(min(stands_for, _HUNG_S) * 1e9))
         except (BpfError, OSError) as error:
-            self.unavailable["waiting"] = f"waiting threads are no longer seen: {error}"
+            self._visit_failed = str(error)
 
     def drain(self) -> list[Count]:
         """What has been counted since the last time; to be called about once a second."""
         # In this order: a stack is described before it is counted.
         grown = list(self._kernel.counted())
         self.consume()
+        self._decoded = 0
         counts = []
         for row, samples, ns in grown:
             counts.append(Count(self._stack(row), samples, ns))
@@ -272,27 +313,39 @@ class Sampler:
 
     def _stack(self, row: int) -> Stack:
         known = self._stacks.get(row)
-        if known is None:
-            record = self._records.pop(row, None)
-            if record is None:
-                return Stack(0, 0, False, "", "", False, (), "lost")
-            known = self._stacks[row] = self._named(record)
-        return known
+        if known is not None:
+            return known
+        record = self._records.get(row)
+        if record is None:
+            return Stack(0, 0, False, "", "", False, (), "lost")
+        stack, whole = self._named(record)
+        if whole:
+            self._stacks[row] = stack
+            del self._records[row]
+        return stack
 
-    def _named(self, record: kernel.Stack) -> Stack:
+    def _named(self, record: kernel.Stack) -> tuple[Stack, bool]:
+        """The stack, and whether all its lines are there that can ever be."""
         frames = []
+        whole = True
         for place in record.frames:
             code = self._codes.get(place >> kernel.OFFSET_BITS)
             if code is None:  # one of its parts did not come through
-                return Stack(record.slot, record.pid, record.waiting, "", "", False, (), "lost")
+                return Stack(record.slot, record.pid, record.waiting, "", "", False, (), "lost"), True
+            if code.undecoded and self._decoded + code.undecoded > _DECODED and self._decoded:
+                frames.append(Frame(code.name, code.file, None, max(0, code.first_line)))
+                whole = False
+                continue
+            self._decoded += code.undecoded
             frames.append(code.frame(place & ((1 << kernel.OFFSET_BITS) - 1)))
         layout = self._layouts[record.layout] if record.layout < len(self._layouts) else None
         python = _python(layout) if layout else ""
-        return Stack(
+        stack = Stack(
             *(record.slot, record.pid, record.waiting, record.gil, python, record.truncated),
             tuple(frames),
             "",
         )
+        return stack, whole
 
     def _unresolved(self) -> list[Count]:
         counts = []
@@ -311,7 +364,7 @@ class Sampler:
                     counts.append(Count(stack, samples, samples * self.period_ns))
                 if visits and reason in _TOLD_OF_VISITS:
                     stack = Stack(slot, 0, True, "", "", False, (), reason)
-                    counts.append(Count(stack, visits, visits * self._longest_visit_ns // 2))
+                    counts.append(Count(stack, visits, visits * self._visit_ns))
         return counts
 
     def samples(self, slot: int) -> int:
@@ -335,6 +388,8 @@ class Sampler:
 
     def close(self) -> None:
         """Take everything out of the kernel; safe to call twice."""
+        if self._visitor is not None:
+            self._visitor.join(_HUNG_S)
         self._kernel.close()
 
 
