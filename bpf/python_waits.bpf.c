@@ -105,13 +105,17 @@ static long next_frame(u32 i, struct visit *visit)
 	return FRAME_STEP(walk, task, describe_code(walk, task, visit->row));
 }
 
+/* Grows whenever the task leaves a CPU or comes to one. */
 static __always_inline u64 switches_of(struct task_struct *task)
 {
-	return task->nvcsw + task->nivcsw;
+	return task->nvcsw + task->nivcsw + task->sched_info.pcount;
 }
 
+/* One that is on its way to sleep can still turn back, and run, without any switch. */
 static __always_inline bool sleeps(struct task_struct *task)
 {
+	if (bpf_core_field_exists(task->on_cpu) && task->on_cpu) /* gone from 7.2's */
+		return false;
 	return task->__state & TASK_SLEEPING;
 }
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _RETRY_TICKS = 60  # how often a source that could not start is tried again
 _BACKLOG = 10  # reports that wait for their acknowledgement: with more of them no large ones are made
+_SWITCHED_OFF = "switched off (sources.{})"
 _SWEEP_TICKS = 60  # how often cgroups that a killed `run` has left are looked for
 
 
@@ -361,6 +362,8 @@ class Agent:
         for source in self._sources:
             self._sample(source, now, samples, report)
         for _, sample in samples:
+            if not self.config.sources.python:
+                sample.unavailable["python"] = _SWITCHED_OFF.format("python")
             # Its cgroup is gone, so the last of its CPU time is known to the scheduler hook alone.
             if sample.state == JOB_STATE_ENDED and sample.counters.HasField("run_ns"):
                 sample.cpu_ns = max(sample.cpu_ns, sample.counters.run_ns)
@@ -391,6 +394,8 @@ class Agent:
             status.sample_ns = self._sample_ns.get(source.name, 0)
             for part, why in source.unavailable.items():
                 status.unavailable[part] = why
+        if not self.config.sources.python:  # others that are switched off have not been looked for either
+            collector.sources.add(name="python", reason=_SWITCHED_OFF.format("python"))
         if self._stream is not None:
             collector.reports_unsent = self._stream.unsent
             collector.reports_dropped = self._stream.dropped

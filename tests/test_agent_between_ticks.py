@@ -140,7 +140,8 @@ def test_a_source_that_fails_between_ticks_is_off_and_the_rest_goes_on(
     os.write(source.writer, b"x")
     agent.run(3)
     assert agent.newest is not None
-    (status,) = agent.newest.collector.sources
+    status, python = agent.newest.collector.sources
+    assert (python.name, python.up, python.reason) == ("python", False, "switched off (sources.python)")
     assert (status.up, status.reason) == (False, "RuntimeError: odd job")
     assert source.calls.count(step) == 1
     assert caplog.text.count("Traceback") == 1

@@ -104,6 +104,10 @@ def test_the_stacks_of_a_job_reach_top_its_owner_and_the_store(
     command = [*ME, "profile", "--controller", address, "--job", key, "--format", "html"]
     page = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
     assert b"spin" in page
+    command = [*ME, "profile", "--controller", address, "--job", f"{key}-0"]
+    unknown = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert unknown.returncode == 3
+    assert b"is stored" in unknown.stderr
     assert node.stop() == 0
 
 
@@ -113,9 +117,9 @@ def _pids(socket: Path, key: str) -> list[int]:
 
 @pytest.mark.slow
 def test_the_command_takes_the_agents_samples_or_its_own(start: Start, run: Started) -> None:
-    node = start(EXPANSE_PYTHON_JOBS="slurm/*")
+    node = start(EXPANSE_PYTHON_JOBS="slurm/*", EXPANSE_CPU_BPF_STATS="always")
     key, process = run("chosen", sys.executable, "-S", "-c", WORK)
-    snapshot = node.wait_for(lambda s: job(s, key))
+    snapshot = node.wait_for(lambda s: (job(s, key) or {}).get("processes"))
     chosen = job(snapshot, key)
     assert chosen is not None
     assert chosen["python"] is None
@@ -129,7 +133,11 @@ def test_the_command_takes_the_agents_samples_or_its_own(start: Start, run: Star
         assert said["rate_hz"] == (99 if "--rate" in options else 49)
         assert said["seconds"] >= 1.2
         assert said["resolved"] >= said["samples"] * 0.8
-    # Nobody looks any more.
+    # Nobody looks any more. What the sampling cost is in the collector's account.
+    cost = node.wait_for(lambda s: "on_sample" in {p["name"] for p in s["collector"]["bpf"]["programs"]})
+    (sampling,) = (p for p in cost["collector"]["bpf"]["programs"] if p["name"] == "on_sample")
+    assert sampling["ns_per_s"] > 0
+    assert sampling["runs_per_s"] > 5
     after = job(node.wait_for(lambda s: job(s, key)), key)
     assert after is not None
     assert after["python"] is None
@@ -140,7 +148,11 @@ def test_the_command_takes_the_agents_samples_or_its_own(start: Start, run: Star
 def test_an_agent_without_the_source_says_so(start: Start, run: Started) -> None:
     node = start(EXPANSE_SOURCES_PYTHON="false")
     key, _ = run("off", "sleep", "60")
-    node.wait_for(lambda s: job(s, key))
+    snapshot = node.wait_for(lambda s: job(s, key))
+    switched_off = "switched off (sources.python)"
+    assert job(snapshot, key)["unavailable"]["python"] == switched_off  # type: ignore[index]
+    (source,) = (s for s in snapshot["collector"]["sources"] if s["name"] == "python")
+    assert (source["up"], source["reason"]) == (False, switched_off)
     words = "switched off: set sources.python = true"
     with pytest.raises(UnavailableError, match=words):
         list(client.profile(str(node.socket), WatchProfileRequest(key=key), lambda: True))

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "sources": {"kernel", "jobs", "python_stacks", "export", "wire"},
     "export": {"wire"},
     "ship": {"wire"},
-    "top": {"wire", "ship"},
+    "top": {"export", "wire", "ship"},
     "node_socket": {"jobs", "wire"},
     "own_cost": {"kernel", "sources", "wire"},
     "agent": {"sources", "kernel", "jobs", "export", "ship", "node_socket", "own_cost", "wire"},

@@ -75,6 +75,7 @@ struct css_set {
 };
 
 struct sched_info {
+	unsigned long pcount;
 	unsigned long long run_delay;
 	unsigned long long last_arrival;
 	unsigned long long last_queued;
@@ -146,6 +147,7 @@ struct bpf_iter__task {
 struct task_struct {
 	unsigned int __state;
 	unsigned int flags;
+	int on_cpu;
 	int pid;
 	int tgid;
 	u64 start_boottime;

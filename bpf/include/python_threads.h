@@ -258,8 +258,8 @@ static __always_inline u32 search_end(struct walk *walk, struct task_struct *tas
 		return LOST;
 	if (walk->outcome != RESOLVED)
 		return walk->outcome;
-	if (!walk->found)
-		return NATIVE_THREAD;
+	if (!walk->found) /* or there were more thread states than are looked at */
+		return walk->thread ? OVER_BUDGET : NATIVE_THREAD;
 	before = bpf_map_lookup_elem(&threads, &host_tid);
 	if (!before || before->state != walk->found || before->space != walk->space)
 		bpf_map_update_elem(&threads, &host_tid, &known, 0);

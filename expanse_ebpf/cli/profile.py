@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from expanse_ebpf import config
-from expanse_ebpf.errors import ConfigError, ExpanseError, UnavailableError
+from expanse_ebpf.errors import ConfigError, ExpanseError, UnavailableError, UnknownJobError
+from expanse_ebpf.text import clean
 
 if TYPE_CHECKING:
     from expanse_ebpf.cli.profile_session import Session, Target
@@ -35,6 +36,8 @@ _ENDINGS = {
     ".pprof": "pprof",
 }
 DEFAULT_S = 10.0
+LEAST_S = 0.1
+_ENDED = "a controller may have the stacks of one that has ended: --controller HOST:PORT"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -45,9 +48,11 @@ class NothingProfiledError(ExpanseError):
 @click.command(
     "profile",
     short_help="Show which Python lines a job's time goes to.",
+    context_settings={"allow_extra_args": True},  # to say what was meant
     epilog="""\b
 Examples:
-  expanse-ebpf profile --job run/train                        collapsed stacks, after 10 s
+  expanse-ebpf profile --job run/train                        a summary, after 10 s
+  expanse-ebpf profile --job run/train > train.txt            collapsed stacks, for scripts
   expanse-ebpf profile --job slurm/123 -o train.html          a flame graph for a browser
   expanse-ebpf profile --pid 4711 --duration 60 --rate 99 -o train.pb.gz
   expanse-ebpf profile --job run/train --json                 shares and hottest lines, for scripts
@@ -56,28 +61,35 @@ Examples:
 \b
 Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID""",
 )
-@click.option("--job", "key", metavar="KEY", help="The job to profile.")
+@click.option("-j", "--job", "key", metavar="KEY", help="The job to profile.")
 @click.option(
-    "--pid", type=click.IntRange(min=1), metavar="PID", help="The process to profile, with what it forks."
+    "-p",
+    "--pid",
+    type=click.IntRange(min=1),
+    metavar="PID",
+    help="The process to profile, with what it forks.",
 )
 @click.option(
+    "-d",
     "--duration",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
-    help=f"How long; Ctrl-C ends it early.  [default: {DEFAULT_S:g}]",
+    metavar="TIME",
+    help=f"How long: 30s, 5m, 1h; Ctrl-C ends it early.  [default: {DEFAULT_S:g}s]",
 )
 @click.option(
+    "-f",
     "--format",
     "form",
     type=click.Choice(FORMATS),
-    help="What to write.  [default: by FILE's ending, else collapsed]",
+    help="What to write.  [default: by FILE's ending, else collapsed; on a terminal the summary alone]",
 )
 @click.option(
     "--value",
     type=click.Choice(("cpu", "waiting", "samples")),
-    help="What collapsed stacks count.  [default: cpu; waiting where there is none]",
+    help="What collapsed stacks count: nanoseconds on CPUs, nanoseconds of waiting, or samples."
+    "  [default: cpu; waiting where there is none]",
 )
 @click.option(
+    "-r",
     "--rate",
     "rate_hz",
     type=click.IntRange(1, config.MAX_RATE_HZ),
@@ -86,11 +98,21 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
 )
 @click.option("-o", "--output", metavar="FILE", help="Where to write it; - is standard output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of the stacks.")
-@click.option("--socket", metavar="PATH", envvar="EXPANSE_AGENT_SOCKET", help="The agent's Unix socket.")
+@click.option(
+    "--socket",
+    metavar="PATH",
+    envvar="EXPANSE_AGENT_SOCKET",
+    help="The agent's Unix socket: it has to answer there.",
+)
 @click.option("--controller", metavar="HOST:PORT", help="Merge what a controller has stored of the job.")
-@click.option("--node", metavar="NAME", help="Of this node of the controller's alone.")
-@click.option("--from", "begin", metavar="TIME", help="From when: 2h (ago), or a date.  [default: 10m]")
-@click.option("--to", "end", metavar="TIME", help="Until when.  [default: now]")
+@click.option("--node", metavar="NAME", help="(with --controller) Of this node alone.")
+@click.option(
+    "--from",
+    "begin",
+    metavar="TIME",
+    help="(with --controller) From when: 2h (ago), or a date.  [default: 10m]",
+)
+@click.option("--to", "end", metavar="TIME", help="(with --controller) Until when.  [default: now]")
 def command(
     key: str | None,
     pid: int | None,
@@ -105,18 +127,23 @@ def command(
 
     The node's agent does it where one runs, for root and for the owner of the job. Without an agent, or
     at another rate than the agent's, this command does it itself, as root or with CAP_BPF, CAP_PERFMON
-    and CAP_SYS_PTRACE. A summary goes to standard error.
+    and CAP_SYS_PTRACE. A summary, which says who did, goes to standard error.
 
     The exit code is 0 when anything could be profiled, or the process did nothing; 3 when there is no
     such job or process; else 1.
     """
+    context = click.get_current_context()
+    if context.args:
+        stray = clean(context.args[0], 80)
+        meant = f"--pid {stray}" if stray.isdecimal() else f"--job {stray}"
+        raise ConfigError(f"{stray!r} stands alone: use {meant}")
     if (key is None) == (pid is None):
         raise ConfigError("give either --job KEY or --pid PID")
     out = Output(form, output, value, as_json)
     if controller is not None:
         _refuse(options, ("duration", "rate_hz", "socket"), "goes with a live profile, not with --controller")
         profile, title, note = _stored(controller, key, options)
-        unavailable: dict[str, str] = {}
+        sampler, unavailable = "", dict[str, str]()
     else:
         _refuse(options, ("node", "begin", "end"), "needs --controller HOST:PORT")
         from expanse_ebpf.cli.profile_session import OwnSession, Target, local
@@ -125,14 +152,22 @@ def command(
         if key is not None:
             parse_key(key)
         target = Target(key or "", pid or 0)
+        given = options["duration"]
+        duration = DEFAULT_S if given is None else seconds(given, "--duration")
         title = str(target)
         settings = config.load() if os.access(config.DEFAULT_FILE, os.R_OK) else config.Config()
-        session = local(options["socket"] or settings.agent.socket, target, options["rate_hz"], settings)
-        profile, note = _sample(session, options["duration"] or DEFAULT_S)
+        named = context.get_parameter_source("socket") is click.core.ParameterSource.COMMANDLINE
+        path = options["socket"] or settings.agent.socket
+        try:
+            session = local(path, target, options["rate_hz"], settings, named)
+        except UnknownJobError as error:
+            raise (UnknownJobError(f"{error}; {_ENDED}") if key else error) from None
+        profile, note = _sample(session, duration)
+        sampler = session.sampler
         unavailable = session.unavailable if isinstance(session, OwnSession) else {}
     from expanse_ebpf.cli.profile_summary import Summary
 
-    summary = Summary.of(profile, title, note, unavailable)
+    summary = Summary.of(profile, title, note, unavailable, sampler)
     if controller is None:
         _require(summary, target)
     out.write(profile, summary)
@@ -204,11 +239,16 @@ def _require(summary: Summary, target: Target) -> None:
 
     Having done nothing is not one.
     """
+    from expanse_ebpf.sources.stack_counts import in_words
+
     if summary.resolved:
         return
     why, note = ", ".join(summary.reasons), summary.note
     if note.endswith("has ended") and not why:
         why = f"exited: {note} before anything could be sampled"
+        why += f"; {_ENDED}" if target.key else ""
+    elif summary.reasons[:1] == [in_words("opted_out")] and target.key:
+        why = f"{summary.reasons[0]}: EXPANSE_PROFILE=off is in its processes' environment"
     elif note and (not why or note.startswith(summary.reasons[0])):
         why = note  # the same with its detail
     elif not why and target.pid:
@@ -256,6 +296,17 @@ def _stored(address: str, key: str | None, options: dict[str, Any]) -> tuple[Pro
     return pprof.loads(reply.pprof), key, note
 
 
+def seconds(text: str, flag: str) -> float:
+    """A length of time given as "30", "30s", "5m" or "1h". Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd]?)", text, re.ASCII)
+    length = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
+    if length < LEAST_S:
+        raise ConfigError(
+            f"{flag}: {text[:80]!r} is not a time of {LEAST_S:g} s or more: use 30, 30s, 5m or 1h"
+        )
+    return length
+
+
 def moment(text: str, now_ns: int, flag: str) -> int:
     """A time given as "90s", "10m", "2h", "3d" (ago), or as an ISO date: nanoseconds since 1970 UTC.
 
@@ -287,8 +338,14 @@ class Output:
         self._path = None if path in (None, "-") else Path(str(path))
         self._value = value
         self._json = as_json
+        unsaid = all(choice is None for choice in (path, form, value)) and not as_json
+        on_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+        self._for_people = unsaid and on_terminal
         if form is None:
             name = self._path.name.lower() if self._path else ""
+            if name.endswith((".svg", ".png", ".pdf")):
+                kind, other = name[-3:].upper(), Path(str(path)).with_suffix(".html")
+                raise ConfigError(f"-o {path}: no {kind} is made; -o {other} is a flame graph")
             form = next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), "collapsed")
         self._form = form
         if value is not None and form != "collapsed":
@@ -299,11 +356,13 @@ class Output:
             raise UnavailableError("standard output is closed; give -o FILE")
         elif form == "pprof" and not as_json and sys.stdout.isatty():
             raise ConfigError("pprof is binary and would upset the terminal; give -o FILE.pb.gz, or a pipe")
+        elif form == "html" and not as_json and sys.stdout.isatty():
+            raise ConfigError("HTML is for a browser, not for a terminal; give -o FILE.html, or a pipe")
 
     def write(self, profile: Profile, summary: Summary) -> None:
         """Write the stacks and the summary. Raises UnavailableError."""
         note = ""
-        if self._path is not None or not self._json:
+        if self._path is not None or not (self._json or self._for_people):
             data, note = self._made(profile, summary)
             self._write(data)
         if self._json:
@@ -311,10 +370,12 @@ class Output:
         elif sys.stderr is not None:
             lines = [*summary.lines(_width()), *([note] if note else [])]
             if self._path is not None:
-                lines.append(f"written to {self._path}")
-            from expanse_ebpf.top.text import clean
+                lines.append(f"written to {self._path} ({self._form})")
+            elif self._for_people:
+                lines.append("-o train.html for a flame graph; --format collapsed for the stacks")
+            from expanse_ebpf.top import text
 
-            click.echo("\n".join(map(clean, lines)), err=True)
+            click.echo("\n".join(map(text.clean, lines)), err=True)
 
     def _made(self, profile: Profile, summary: Summary) -> tuple[bytes, str]:
         if self._form == "pprof":

@@ -44,6 +44,7 @@ class Session(Protocol):
     """Gives stacks while they are sampled."""
 
     rate_hz: int
+    sampler: str  # who samples, in words
 
     def parts(self, stop: Callable[[], bool]) -> Iterator[Part]:
         """About one part a second until `stop()`, or until what is profiled has ended."""
@@ -61,6 +62,7 @@ class AgentSession:
 
         self._stop: Callable[[], bool] = lambda: False
         self._hung_up = client.HungUpError
+        self.sampler = f"sampled by the agent on {path}"
         request = WatchProfileRequest(key=target.key, pid=target.pid)
         self._parts = client.profile(path, request, lambda: self._stop())
         try:
@@ -95,6 +97,7 @@ class OwnSession:
     def __init__(self, target: Target, rate_hz: int, config: Config) -> None:
         """Raises UnavailableError when that cannot be done here, UnknownJobError when it is not there."""
         self.rate_hz = rate_hz
+        self.sampler = "sampled by this command"
         self._target = target
         self._waits_hz = config.python.waits_hz
         self._next_visit = time.monotonic() if self._waits_hz else inf
@@ -283,14 +286,21 @@ def explained(error: BaseException) -> BaseException:
 # ---- which of the two
 
 
-def local(path: str, target: Target, rate_hz: int | None, config: Config) -> AgentSession | OwnSession:
+def local(
+    path: str, target: Target, rate_hz: int | None, config: Config, named: bool = False
+) -> AgentSession | OwnSession:
     """The agent at `path` where it samples what is wanted at that rate (None: any); else this process.
 
-    Raises what says most: that there is no such job or process, or why neither can do it.
+    With `named` there has to be one at `path`. Raises what says most: that there is no such job or
+    process, or why neither can do it.
     """
+    from expanse_ebpf.top.client import NoAgentError
+
     try:
         agent = AgentSession(path, target)
     except ExpanseError as error:
+        if named and isinstance(error, NoAgentError):
+            raise
         why: ExpanseError = error
     else:
         if rate_hz in (None, agent.rate_hz):
@@ -298,7 +308,9 @@ def local(path: str, target: Target, rate_hz: int | None, config: Config) -> Age
         agent.close()
         why = UnavailableError(f"the agent samples at {agent.rate_hz} Hz")
     try:
-        return OwnSession(target, rate_hz or config.python.rate_hz, config)
+        own = OwnSession(target, rate_hz or config.python.rate_hz, config)
+        own.sampler += f": {why.cause if isinstance(why, NoAgentError) else why}"
+        return own
     except UnavailableError as error:
         if isinstance(why, UnknownJobError):
             raise why from None

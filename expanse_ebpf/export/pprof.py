@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from google.protobuf.message import DecodeError
 
 from expanse_ebpf.errors import ExpanseError
+from expanse_ebpf.export.origin import Origins
 from expanse_ebpf.text import clean
 from expanse_ebpf.wire.profile_pb2 import Function, Label, Line, Location, Profile, Sample, ValueType
 
@@ -281,19 +282,21 @@ def _unpacked(data: bytes, limit: int) -> bytes:
 
 
 def hottest(profile: Profile, value: str = "cpu") -> tuple[str, str, int, float] | None:
-    """(function, file, line, share) of the line that had most of `value` while it was the leaf.
+    """(function, file, line, share) of the line that had most of `value`: the leaf's, or, of "waiting",
+    that which the wait is charged to.
 
     The share, 0 to 1, is of the whole profile. What could not be resolved belongs to the whole and is
     never chosen; None when nothing else is there. Raises ProfileError.
     """
     reader = Reader(profile)
     place = reader.index(value)
+    origins = Origins() if value == "waiting" else None
     total = 0
     lines: dict[tuple[str, str, int], int] = {}
     for frames, values, labels in reader.stacks():
         total += values[place]
         if frames and values[place] and UNRESOLVED not in labels:
-            name, file, number, _ = frames[0]
+            name, file, number, _ = frames[origins.charged(frames) if origins else 0]
             lines[name, file, number] = lines.get((name, file, number), 0) + values[place]
     if not lines:
         return None

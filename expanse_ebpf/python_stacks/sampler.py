@@ -41,6 +41,8 @@ _MAX_TABLES = 4 << 20  # bytes of their line tables, which may take eight times 
 _DECODED = 512 << 10  # bytes of line tables that are decoded in a drain; lines of others come later
 _HUNG_S = 5.0  # a visit that takes longer waits for something that does not come
 _MAX_CHILDREN = 1000
+_MAX_TRIED = 8  # threads of a process, the first of which may have ended
+_MAX_ENVIRONMENT = 64 << 20
 _OPT_OUT = b"EXPANSE_PROFILE=off"
 # Threads that wait without any Python in them are no news, and are not reported.
 _TOLD_OF_VISITS = ("unreadable", "changed", "over_budget", "lost")
@@ -424,19 +426,22 @@ def _decode(part: kernel.Part, layout: Layout) -> str:
 def _whole_table(record: kernel.Code, beginning: bytes) -> bytes:
     """A line table that is longer than what the kernel side sends, if the process still has it."""
     size = min(record.lines_length, MAX_TABLE)
-    with suppress(OSError), open(f"/proc/{record.pid}/mem", "rb", buffering=0) as memory:
-        table = os.pread(memory.fileno(), size, record.lines)
-        if table.startswith(beginning):
-            return table
+    # The memory of a process whose main thread has ended is there for the other threads.
+    with suppress(OSError):
+        for thread in [*Path(f"/proc/{record.pid}/task").iterdir()][:_MAX_TRIED]:
+            with suppress(OSError), open(thread / "mem", "rb", buffering=0) as memory:
+                table = os.pread(memory.fileno(), size, record.lines)
+                return table if table.startswith(beginning) else beginning
     return beginning
 
 
 def _opted_out(pid: int, tid: int) -> bool:
+    """Also when that cannot be read: a process that has opted out must not be looked at."""
     try:
         with open(f"/proc/{pid}/task/{tid}/environ", "rb") as file:
-            return _OPT_OUT in file.read(1 << 20).split(b"\0")
+            return _OPT_OUT in file.read(_MAX_ENVIRONMENT).split(b"\0")
     except OSError:
-        return False
+        return True
 
 
 def _python(layout: Layout) -> str:

@@ -8,6 +8,7 @@ controller to send it to, and parts for those who look at a job through the node
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from expanse_ebpf.wire.keys import names
 if TYPE_CHECKING:
     from expanse_ebpf.config import PythonConfig
     from expanse_ebpf.jobs.job import Job
+    from expanse_ebpf.kernel.libbpf import Program
     from expanse_ebpf.python_stacks.sampler import Count, Sampler
     from expanse_ebpf.sources import Context
     from expanse_ebpf.sources.python_watch import ProfileWatch
@@ -34,6 +36,7 @@ LEAST_STACKS = 200  # of a job, whatever the number of jobs
 REPORT_BYTES = 2 << 20  # of profiles in one report; a message has at most 4 MiB
 PACK_S = 0.01  # no profile is begun later than that in a tick; each takes some 5 to 20 ms
 LONGEST_S = 3000.0  # of a profile; the controller takes an hour
+_log = logging.getLogger(__name__)
 _NO_JOB = re.compile("(?!)")
 _MINUTE_NS = 60 * 10**9
 _FOLDED = "more different stacks than fit into a profile; the rarest are folded into [over budget]"
@@ -99,7 +102,7 @@ class _JobStacks:
         self.lost = 0
         self.unresolved: dict[str, int] = {}
         self.running = RecentLines()
-        self.waiting = RecentLines()
+        self.waiting = RecentLines(waits=True)
         self._keeps = keeps
         self.begin(now)
 
@@ -152,6 +155,37 @@ class _JobStacks:
             python.waiting_function, python.waiting_file = clean(function), clean(file)
 
 
+class _ProgramCost:
+    """What the sampler's BPF programs cost, while the kernel measures (the source "cpu" has it do so).
+
+    It counts from this source's first report on: the programs may be younger than the measuring.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, int]] | None = None
+        self._first_ns = self._measured_ns = 0
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def fill(self, report: Report, programs: Mapping[str, Program]) -> None:
+        """Add each program to those that are in the report, when something was measured."""
+        measured_ns = max((program.measured_ns for program in report.collector.programs), default=0)
+        if self._first is None or measured_ns != self._measured_ns:
+            self._seen = {name: program.statistics() for name, program in programs.items()}
+            self._measured_ns = measured_ns
+        if self._first is None:
+            self._first, self._first_ns = self._seen, measured_ns
+        if measured_ns <= self._first_ns:
+            return
+        for name, (ns, runs) in self._seen.items():
+            first_ns, first_runs = self._first.get(name, (0, 0))
+            report.collector.programs.add(
+                name=name,
+                run_ns=max(0, ns - first_ns),
+                runs=max(0, runs - first_runs),
+                measured_ns=measured_ns - self._first_ns,
+            )
+
+
 class _Outgoing(NamedTuple):
     """A profile that waits for its report."""
 
@@ -175,6 +209,12 @@ class PythonSource:
         self._ships = context.ships
         self._keeps = bool(context.config.controller.address)
         self._choice = Choice(self._config)
+        for pattern in self._config.jobs:
+            if not any(c in pattern for c in "/*?["):
+                _log.warning(
+                    "python.jobs: %r can match no job: keys are like run/train and slurm/123", pattern
+                )
+        self._cost = _ProgramCost()
         self.unavailable: dict[str, str] = {}
         self.fd = -1
         self.period_s = 0.0
@@ -199,6 +239,7 @@ class PythonSource:
         self._sampler = Sampler(
             rate_hz=self._config.rate_hz, waits_hz=self._config.waits_hz, lifecycle=self._lifecycle
         )
+        self._cost = _ProgramCost()
         self.unavailable = self._sampler.unavailable
         self.fd = self._sampler.fd
         waits = self._config.waits_hz and "waiting" not in self.unavailable
@@ -234,6 +275,8 @@ class PythonSource:
             else:
                 stacks.tick(now, most)
                 stacks.fill(sample)
+        if self._sampler is not None:
+            self._cost.fill(report, self._sampler.programs)
         self._end_spans(now, report)
         self._send(report, dict(jobs))
         self._before = now

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from expanse_ebpf.export import pprof
+from expanse_ebpf.export.origin import Origin, Origins
+from expanse_ebpf.wire.transport import MAX_PROFILE_BYTES, MAX_PROFILE_PLAIN_BYTES
 
 if TYPE_CHECKING:
     from expanse_ebpf.python_stacks.sampler import Count, Stack
     from expanse_ebpf.wire.profile_pb2 import Profile
 
 MOST_STACKS = 4000  # different ones, of one job and minute
-MOST_BYTES = 1 << 20  # of a packed profile, and unpacked (the controller takes no larger ones)
-MOST_PLAIN_BYTES = 4 << 20
+MOST_BYTES = MAX_PROFILE_BYTES  # of a packed profile
+MOST_PLAIN_BYTES = MAX_PROFILE_PLAIN_BYTES  # of the same unpacked
 RECENT_S = 10.0  # "hottest" is said of so long
 
 # The one frame of a sample that could not be resolved, by reason.
@@ -136,11 +138,14 @@ def _labels(stack: Stack) -> dict[str, str | int]:
 class RecentLines:
     """Which line had most of the last ten seconds, on a CPU or waiting.
 
-    It is the line of the leaf frame. What could not be resolved counts in the whole and is never chosen.
+    On a CPU it is the line of the leaf frame. A wait is charged as Origins does it, and a line of the
+    program's own comes before those of threads that idle in a library. What could not be resolved counts
+    in the whole and is never chosen.
     """
 
-    def __init__(self, seconds: float = RECENT_S) -> None:
+    def __init__(self, seconds: float = RECENT_S, waits: bool = False) -> None:
         self._seconds = seconds
+        self._origins = Origins() if waits else None
         self._sums: dict[Line | None, int] = {}  # nanoseconds; None: not resolved
         self._ticks: deque[tuple[float, dict[Line | None, int]]] = deque()
 
@@ -148,8 +153,7 @@ class RecentLines:
         """Take in what was counted up to monotonic time `now` (seconds) and forget what is too old."""
         tick: dict[Line | None, int] = {}
         for stack, _, ns in counts:
-            leaf = stack.frames[0] if stack.frames and not stack.unresolved else None
-            line = None if leaf is None else (leaf.name, leaf.file, leaf.line or 0)
+            line = self._line(stack)
             tick[line] = tick.get(line, 0) + ns
         self._ticks.append((now, tick))
         for line, ns in tick.items():
@@ -160,11 +164,18 @@ class RecentLines:
                 if not self._sums[line]:
                     del self._sums[line]
 
+    def _line(self, stack: Stack) -> Line | None:
+        if stack.unresolved or not stack.frames:
+            return None
+        frame = stack.frames[self._origins.charged(stack.frames) if self._origins else 0]
+        return frame.name, frame.file, frame.line or 0
+
+    def _order(self, line: Line) -> tuple[Origin, int, Line]:
+        origin = self._origins.of(line[1]) if self._origins else Origin.PROGRAM
+        return origin, -self._sums[line], line
+
     def hottest(self) -> tuple[Line, float] | None:
         """The line and its share, 0 to 1; None when no line is known."""
-        best: Line | None = None
-        for line, ns in self._sums.items():
-            if line is not None and (best is None or (-ns, line) < (-self._sums[best], best)):
-                best = line
+        best = min((line for line in self._sums if line is not None), key=self._order, default=None)
         total = sum(self._sums.values())
         return None if best is None or not total else (best, self._sums[best] / total)

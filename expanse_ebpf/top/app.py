@@ -27,6 +27,7 @@ from expanse_ebpf.wire.collector_pb2 import ProcessesReply, Report
 
 RETRY_S = 1.0
 JobRun = tuple[str, int]  # key and run
+_LEAST_HEIGHT = 12  # of a window in which there is room to say what has no room
 _DIM_STATES = {"ended", "starting"}
 _WARN_STATES = {"held_idle": "yellow", "stale": "red"}
 
@@ -39,7 +40,7 @@ HELP = """\
 
 [b]Order[/b]
   c cores   m memory   i I/O   s switches   w wait
-  p processes   n key   u user   r reverse
+  p processes   n key   u user   y Python   r reverse
 
 [b]View[/b]
   Space   pause     t  light or dark     ?  this     q  quit
@@ -49,7 +50,8 @@ HELP = """\
   IPC        instructions per cycle MISS     cache misses per reference
   SWITCH/S   context switches       WAIT     tasks waiting for a CPU
   I/O        bytes read and written
-  PYTHON     the line that was on a CPU most in the last 10 s
+  PYTHON     the line that was on a CPU most in the last 10 s, or,
+             below half a core, where the program waits
   A dash stands where a figure is not known.
 """
 
@@ -105,11 +107,13 @@ class TopApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { layout: vertical; overflow: hidden hidden; }
-    #head, #cost, #note { height: 1; width: 100%; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    #head, #cost, #note, #room { height: 1; width: 100%; padding: 0 1; }
+    #head, #cost, #note, #room { text-wrap: nowrap; text-overflow: ellipsis; }
     #head { text-style: bold; background: $primary-muted; color: $text; }
     #cost { color: $text-muted; background: $panel; }
+    #room { display: none; color: $text-muted; }
     #note { display: none; color: $text-warning; background: $warning-muted; }
-    #note.shown { display: block; }
+    #room.shown, #note.shown { display: block; }
     #jobs { height: 1fr; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; background: $background; }
     #jobs > .datatable--header { background: $background; color: $text-muted; text-style: bold; }
     #jobs > .datatable--cursor { background: $primary 30%; text-style: none; }
@@ -140,6 +144,7 @@ class TopApp(App[None]):
                 ("p", "processes"),
                 ("n", "key"),
                 ("u", "user"),
+                ("y", "python"),
             )
         ),
     ]
@@ -187,6 +192,7 @@ class TopApp(App[None]):
         yield DataTable[Text](id="jobs", cursor_type="row", cursor_foreground_priority="renderable")
         with VerticalScroll(id="detail", can_focus=False):
             yield Static(id="detail-text", markup=False)
+        yield Static(id="room", markup=False)
         yield Static(id="note", markup=False)
         yield Input(id="filter", placeholder="filter", compact=True)
         yield Static(id="cost", markup=False)
@@ -324,7 +330,8 @@ class TopApp(App[None]):
         jobs = [job for job in snapshot["jobs"] if columns.matches(job, self.filter_text)]
         jobs = columns.sort(jobs, self.sort_by, self.reversed)
         table = self.screen_stack[0].query_one("#jobs", DataTable)
-        chosen = columns.choose(jobs, self.size.width - 3, history=True)
+        chosen, left_out = columns.choose(jobs, self.size.width - 3, history=True, sort=self.sort_by)
+        self._draw_left_out(left_out if jobs else [])
         titles = [self._title(column) for column in chosen]
         widths = self._fit(chosen, jobs)
         rows = {_run(job): self._cells(job, chosen, widths) for job in jobs}
@@ -336,6 +343,11 @@ class TopApp(App[None]):
         else:
             self._rebuild(table, chosen, titles, widths, rows)
         self._widths, self._titles, self._rows = widths, titles, rows
+
+    def _draw_left_out(self, left_out: list[columns.Column]) -> None:
+        line = self.screen_stack[0].query_one("#room", Static)
+        line.update(Text(columns.left_out_line(left_out), no_wrap=True))
+        line.set_class(bool(left_out) and self.size.height >= _LEAST_HEIGHT, "shown")
 
     def _rebuild(
         self,
@@ -370,11 +382,12 @@ class TopApp(App[None]):
     def _fit(self, chosen: list[columns.Column], jobs: list[Values]) -> dict[str, int]:
         """Each column's width: the history takes what is left over, and a lone key all there is."""
         room = self.size.width - 3
-        spare = max(0, room - columns.total_width(chosen, jobs))
-        widths = {column.name: column.width for column in chosen}
-        widths["key"] = columns.key_width(jobs) if len(chosen) > 2 else max(4, room - 9)
+        widths = columns.widths(chosen, jobs, room)
+        spare = max(0, room - sum(width + 2 for width in widths.values()) + 2)
         if columns.HISTORY in widths:
             widths[columns.HISTORY] += min(spare, HISTORY // 2)
+        elif len(chosen) <= 2:
+            widths["key"] += spare
         return widths
 
     def _cells(self, job: Values, chosen: list[columns.Column], widths: dict[str, int]) -> list[Text]:
@@ -387,7 +400,7 @@ class TopApp(App[None]):
                 line = text.Locale().sparkline(self._history.get(_run(job), ()), width)
                 cells.append(Text(line, style=style or "dim cyan", no_wrap=True))
                 continue
-            shown = text.fit(column.show(job), width, column.right)
+            shown = text.fit(columns.cell(column, job, width), width, column.right)
             cell_style = style
             if column.name == "state" and state in _WARN_STATES:
                 cell_style = _WARN_STATES[state]

@@ -32,6 +32,14 @@ class HungUpError(UnavailableError):
     """The agent has closed the connection."""
 
 
+class NoAgentError(UnavailableError):
+    """Nobody can be reached at the socket; `cause` is the message without its remedy."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause + remedy)
+        self.cause = cause
+
+
 def watch(path: str, history: int = 0, stop: Callable[[], bool] | None = None) -> Iterator[Report]:
     """The last `history` reports of the agent at `path`, then each new one until `stop()` is true.
 
@@ -95,19 +103,21 @@ def _connect(path: str) -> socket.socket:
         connection.connect(path)
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
         connection.close()
-        raise UnavailableError(
-            f"no agent answers on {path}: start it with `expanse-ebpf agent` as root, "
-            "or name its socket with --socket"
+        raise NoAgentError(
+            f"no agent answers on {path}",
+            ": start it with `expanse-ebpf agent` as root, or name its socket with --socket",
         ) from None
     except PermissionError:
         connection.close()
-        raise UnavailableError(
-            f"you may not open {path}: permission denied; ask for read and write access to it, or become root"
+        raise NoAgentError(
+            f"you may not open {path}: permission denied",
+            "; ask for read and write access to it, or become root",
         ) from None
     except OSError as error:
         connection.close()
-        raise UnavailableError(
-            f"cannot connect to {path}: {error.strerror or error}; name the agent's socket with --socket"
+        raise NoAgentError(
+            f"cannot connect to {path}: {error.strerror or error}",
+            "; name the agent's socket with --socket",
         ) from None
     return connection
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from expanse_ebpf.top import text
+from expanse_ebpf.top.columns import is_standard
 from expanse_ebpf.top.rates import Values
 from expanse_ebpf.wire.collector_pb2 import Process, ProcessesReply
 
@@ -96,7 +97,8 @@ def _python(python: Values | None) -> list[str]:
         if hot is not None:
             place = (hot["file"] or "") + (f":{hot['line']}" if hot["line"] else "")
             line = f"  {title:<8} {text.percent(hot['share']):>6}  {hot['function']}  {place}"
-            found.append(text.clean(line).rstrip())
+            mark = "  (standard library)" if title == "waiting" and is_standard(hot) else ""
+            found.append(text.clean(line + mark).rstrip())
     return found
 
 

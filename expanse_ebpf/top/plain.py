@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from expanse_ebpf.top import columns, text
 from expanse_ebpf.top.rates import Values
 from expanse_ebpf.top.text import Locale
+
+_MOST_TEXT = 20  # columns of a terminal for a name that somebody chose
 
 
 def render(
@@ -20,17 +24,18 @@ def render(
     """
     locale = locale or Locale()
     jobs = columns.sort(snapshot["jobs"], sort)
-    foot = footer(snapshot)
+    table, left_out = _table(jobs, width, sort) if jobs else (["no jobs"], "")
+    cost, *wrong = footer(snapshot)
+    foot = [cost, *([left_out] if left_out else []), *wrong]
     gap = [] if height is not None and height < 12 else [""]
     room = len(jobs)
     if height is not None:
         foot = foot[: max(1, height // 6)]
         # Less the first line, the titles, the line that says "more", and the prompt below.
         room = max(1, height - 4 - 2 * len(gap) - len(foot))
-    rows = jobs[:room]
-    lines = [headline(snapshot), *gap, *(_table(rows, width) if jobs else ["no jobs"])]
-    if len(jobs) > len(rows):
-        lines.append(f"… {len(jobs) - len(rows)} more")
+    lines = [headline(snapshot), *gap, *table[: room + 1]]
+    if len(jobs) > room:
+        lines.append(f"… {len(jobs) - room} more")
     lines += gap + foot
     if height is not None:
         lines = lines[: max(1, height - 1)]
@@ -39,18 +44,23 @@ def render(
     return "".join(locale.text(line.rstrip()) + "\n" for line in lines)
 
 
-def _table(jobs: list[Values], width: int | None) -> list[str]:
-    chosen = columns.choose(jobs, width, history=False)
-    cells = [[column.show(job) for column in chosen] for job in jobs]
-    widths = [max([len(c.title), *(text.cell_width(row[i]) for row in cells)]) for i, c in enumerate(chosen)]
-    if width is not None:  # the job's key gives way, the figures do not
-        over = sum(w + 2 for w in widths) - 2 - width
-        widths[0] = max(min(widths[0], 6), widths[0] - max(0, over))
-    rows = [[c.title for c in chosen], *cells]
-    return [
-        "  ".join(text.fit(cell, w, c.right) for cell, w, c in zip(row, widths, chosen, strict=True))
+def _table(jobs: list[Values], width: int | None, sort: str) -> tuple[list[str], str]:
+    """The table's lines, and one that says what has no room in it."""
+
+    def need(column: columns.Column, jobs: Sequence[Values]) -> int:
+        needed = columns.printed(column, jobs)
+        a_text = not column.right and column.name not in ("key", columns.PYTHON)
+        return min(needed, max(column.width, _MOST_TEXT)) if a_text and width is not None else needed
+
+    chosen, left_out = columns.choose(jobs, width, history=False, sort=sort, need=need)
+    widths = columns.widths(chosen, jobs, width, need)
+    rows = [[c.title for c in chosen]]
+    rows += [[columns.cell(c, job, widths[c.name]) for c in chosen] for job in jobs]
+    lines = [
+        "  ".join(text.fit(cell, widths[c.name], c.right) for cell, c in zip(row, chosen, strict=True))
         for row in rows
     ]
+    return lines, columns.left_out_line(left_out)
 
 
 def headline(snapshot: Values, date: bool = True) -> str:

@@ -29,6 +29,7 @@ from expanse_ebpf.config import Config
 from expanse_ebpf.errors import ConfigError, UnavailableError, UnknownJobError
 from expanse_ebpf.export import pprof
 from expanse_ebpf.ship import remote
+from expanse_ebpf.top.text import cell_width
 from expanse_ebpf.wire.collector_pb2 import ProfileReply
 from expanse_ebpf.wire.profile_pb2 import Profile
 from tests.cli import nobody
@@ -74,7 +75,13 @@ def made(**functions: tuple[int, int, int]) -> Profile:
         (["--job", "nonsense"], "'nonsense' is not a job's key"),
         (["--pid", "0"], "--pid"),
         (["--pid", "1", "--rate", "1000"], "--rate"),
-        (["--pid", "1", "--duration", "0"], "--duration"),
+        *(
+            (["--pid", "1", "--duration", text], f"--duration: '{text}' is not a time of 0.1 s or more")
+            for text in ("0", "0.05s", "-5", "5x", "inf", "nan", "", " 5")
+        ),
+        (["run/train"], "'run/train' stands alone: use --job run/train"),
+        (["4711"], "'4711' stands alone: use --pid 4711"),
+        (["--pid", "1", "-o", "x.svg"], "no SVG is made; -o x.html is a flame graph"),
         (["--pid", "1", "--format", "svg"], "--format"),
         (["--pid", "1", "--format", "html", "--value", "cpu"], "--value goes with --format collapsed"),
         (["--pid", "1", "-o", "/nonexistent/x.html"], "there is no directory /nonexistent"),
@@ -133,7 +140,9 @@ def test_collapsed_stacks_go_to_standard_output_and_a_summary_beside(node: Serve
     assert "part1 (/srv/train.py:7) 20408163" in lines[0]
     said = result.stderr.decode().splitlines()
     assert said[0].startswith("slurm/4411: ")
-    assert said[0].endswith(f"at 49 Hz, {len(lines)} samples, 100.0% resolved")
+    counted = f"at 49 Hz, {len(lines)} samples on CPUs, 0 visits to waiting threads, 100.0% resolved"
+    assert said[0].endswith(counted)
+    assert said[1] == f"sampled by the agent on {node.path}"
     (watch,) = node.watches
     assert (watch.request.key, watch.request.pid) == ("slurm/4411", 0)
     assert (watch.asked[-1], watch.closed) == (True, 1)
@@ -160,7 +169,8 @@ def test_the_files_ending_says_the_format(
     result = CliRunner().invoke(profile_command.command, arguments)
     assert (result.exit_code, result.stdout) == (0, "")
     assert file.read_bytes().lower().startswith(begins.lower())
-    assert f"written to {file}" in result.stderr
+    form = {"<": "html", "{": "speedscope", "\x1f": "pprof", "p": "collapsed"}[begins.decode("latin-1")[0]]
+    assert f"written to {file} ({form})\n" in result.stderr
 
 
 def test_pprof_in_a_pipe(node: ServedNode) -> None:
@@ -181,7 +191,8 @@ def test_json_is_the_summary_alone(node: ServedNode) -> None:
     assert said["rate_hz"] == 49
     assert said["running"][0]["file"] == "/srv/train.py"
     assert said["cpu_seconds"] == pytest.approx(said["samples"] * PERIOD_NS / 1e9)
-    assert (said["waiting"], said["note"]) == ([], None)
+    assert (said["waiting"], said["note"], said["visits"]) == ([], None, 0)
+    assert said["sampler"] == f"sampled by the agent on {node.path}"
 
 
 def started(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -233,7 +244,7 @@ def test_a_job_that_ends_ends_the_profile(node: ServedNode) -> None:
         node.watches[0].over = "the job has ended"
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert said.decode().splitlines()[1] == "the job has ended"
+    assert said.decode().splitlines()[2] == "the job has ended"
 
 
 def test_an_agent_that_goes_away_leaves_what_there_is(tmp_path: Path) -> None:
@@ -266,23 +277,57 @@ def test_on_a_terminal_there_is_a_line_of_progress_and_no_pprof(node: ServedNode
         assert "Ctrl-C ends it" in said
         assert "\r" in said.partition("slurm/4411: ")[0]
         assert said.rstrip().splitlines()[-1].split()[0].endswith("%")
-        refused = subprocess.run(
-            [*COMMAND, "--pid", "1", "--format", "pprof", "--socket", node.path],
-            stdout=slave,
-            stderr=subprocess.PIPE,
-            timeout=60,
-        )
-        assert refused.returncode == 2
-        assert b"pprof is binary" in refused.stderr
+        for form, words in (("pprof", b"pprof is binary"), ("html", b"HTML is for a browser")):
+            refused = subprocess.run(
+                [*COMMAND, "--pid", "1", "--format", form, "--socket", node.path],
+                stdout=slave,
+                stderr=subprocess.PIPE,
+                timeout=60,
+            )
+            assert refused.returncode == 2
+            assert words in refused.stderr
     finally:
         os.close(master)
         os.close(slave)
 
 
+@pytest.mark.parametrize(
+    ("options", "stacks"),
+    [([], False), (["--value", "cpu"], True), (["-o", "-"], True), (["-f", "collapsed"], True)],
+)
+def test_a_terminal_is_shown_the_summary_alone_unless_it_wants_more(
+    node: ServedNode, options: list[str], stacks: bool
+) -> None:
+    master, slave = pty.openpty()
+    try:
+        with started(
+            *("-j", "slurm/4411", "-d", "0.5s", "--socket", node.path, *options), stdout=slave, stderr=slave
+        ) as process:
+            assert process.wait(60) == 0
+        said = os.read(master, 100_000).decode()
+    finally:
+        os.close(master)
+        os.close(slave)
+    assert ("part1 (/srv/train.py:7) 20408163" in said) is stacks
+    assert "on a CPU, " in said
+    assert ("-o train.html for a flame graph; --format collapsed for the stacks" in said) is not stacks
+
+
+def test_a_socket_that_is_named_has_to_answer(child: Callable[..., int]) -> None:
+    pid = child("sh", "-c", "echo; exec sleep 60")
+    result = run("--pid", str(pid), "--socket", "/nonexistent/agent.sock", "--duration", "0.3")
+    assert result.returncode == 1
+    assert result.stderr.decode().startswith(
+        "error: no agent answers on /nonexistent/agent.sock: start it with"
+    )
+
+
 def test_what_the_agent_refuses_and_nobody_else_can_do_has_its_exit_code(node: ServedNode) -> None:
     result = run("--job", "slurm/0", "--socket", node.path)
     assert result.returncode == 3
-    assert result.stderr.decode().startswith("error: no job slurm/0 on this node")
+    said = result.stderr.decode()
+    assert said.startswith("error: no job slurm/0 on this node")
+    assert said.endswith("a controller may have the stacks of one that has ended: --controller HOST:PORT\n")
 
 
 class Refused:
@@ -365,7 +410,7 @@ def child() -> Iterator[Callable[..., int]]:
 
 
 def alone(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return run(*arguments, "--socket", "/nonexistent/agent.sock")
+    return run(*arguments, EXPANSE_AGENT_SOCKET="/nonexistent/agent.sock")
 
 
 def test_a_process_is_profiled_without_an_agent(child: Callable[..., int]) -> None:
@@ -373,10 +418,11 @@ def test_a_process_is_profiled_without_an_agent(child: Callable[..., int]) -> No
     result = alone("--pid", str(pid), "--duration", "1.5", "--rate", "99", "--json")
     assert result.returncode == 0, result.stderr
     said = json.loads(result.stdout)
+    assert said["sampler"] == "sampled by this command: no agent answers on /nonexistent/agent.sock"
     assert (said["target"], said["rate_hz"]) == (f"process {pid}", 99)
     assert said["running"][0]["function"] == "spin"
     assert said["resolved"] > 0.8 * said["samples"] > 20
-    assert any(line["function"].endswith("wait") for line in said["waiting"])
+    assert any(line["function"].endswith("wait") and line["standard"] for line in said["waiting"])
 
 
 def test_a_job_is_profiled_without_an_agent() -> None:
@@ -442,6 +488,30 @@ def test_the_reason_that_says_most(
     profile_command._require(Summary.of(made(step=(1, 1, 0), **functions), "x", note), target)
 
 
+@pytest.mark.parametrize(
+    ("functions", "note", "said"),
+    [
+        (
+            {"un_opted_out": (5, 1, 0), "un_starting": (1, 1, 0)},
+            "",
+            "opted out: EXPANSE_PROFILE=off is in its processes' environment",
+        ),
+        (
+            {},
+            "the job has ended",
+            "exited: the job has ended before anything could be sampled; a controller may have the stacks of "
+            "one that has ended: --controller HOST:PORT",
+        ),
+    ],
+)
+def test_the_reason_of_a_job_says_what_to_do(
+    functions: dict[str, tuple[int, int, int]], note: str, said: str
+) -> None:
+    with pytest.raises(profile_command.NothingProfiledError) as caught:
+        profile_command._require(Summary.of(made(**functions), "run/x", note), Target("run/x", 0))
+    assert str(caught.value) == f"run/x: nothing could be profiled: {said}"
+
+
 def test_a_job_that_did_nothing_is_no_error() -> None:
     profile_command._require(Summary.of(made(), "run/x"), Target("run/x", 0))
 
@@ -471,7 +541,8 @@ def test_a_process_that_exits_meanwhile_leaves_what_it_did(tmp_path: Path) -> No
     code = f"import os\ndef spin():\n    while not os.path.exists({str(end)!r}): pass\nspin()"
     spinning = subprocess.Popen([sys.executable, "-S", "-c", code])
     profiling = started(
-        *("--pid", str(spinning.pid), "--duration", "600", "--socket", "/nonexistent"),
+        *("--pid", str(spinning.pid), "--duration", "600"),
+        env={**os.environ, "EXPANSE_AGENT_SOCKET": "/nonexistent"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -487,8 +558,11 @@ def test_a_process_that_exits_meanwhile_leaves_what_it_did(tmp_path: Path) -> No
 
 def test_without_rights_the_remedy_is_said_in_one_line(child: Callable[..., int]) -> None:
     pid = child("setpriv", f"--reuid={nobody.NOBODY}", "sh", "-c", "echo; exec sleep 60")
-    command = nobody.argv("profile", "--pid", str(pid), "--socket", "/nonexistent/agent.sock")
-    result = subprocess.run(command, capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+    command = nobody.argv("profile", "--pid", str(pid))
+    environment = {**os.environ, "EXPANSE_AGENT_SOCKET": "/nonexistent/agent.sock"}
+    result = subprocess.run(
+        command, capture_output=True, timeout=60, stdin=subprocess.DEVNULL, env=environment
+    )
     said = result.stderr.decode()
     assert result.returncode == 1
     assert "no agent answers on /nonexistent/agent.sock" in said
@@ -533,7 +607,8 @@ def test_what_a_controller_has_stored(fetched: list[dict[str, Any]]) -> None:
     assert result.exit_code == 0, result.output
     assert "step (/srv/train.py:7) 61224489" in result.stdout
     assert "2 parts, 2001-09-09T01:46:40Z to 2001-09-09T01:48:40Z" in result.stderr
-    assert "4 samples, 75.0% resolved" in result.stderr
+    assert "4 samples on CPUs, 0 visits to waiting threads, 75.0% resolved" in result.stderr
+    assert "sampled by" not in result.stderr
     (asked,) = fetched
     assert (asked["address"], asked["key"], asked["node"]) == ("head:9777", "slurm/1", "n1")
     assert asked["to_ns"] - asked["from_ns"] == 3600 * 10**9
@@ -547,6 +622,11 @@ def test_a_span_without_stacks_is_an_error_that_says_which(fetched: list[dict[st
     )
     assert isinstance(result.exception, profile_command.NothingProfiledError)
     assert "no stacks of slurm/404 between 2026-11-30T10:00:00Z and " in str(result.exception)
+
+
+@pytest.mark.parametrize(("text", "length"), [("30", 30), ("0.5s", 0.5), ("5m", 300), ("1.5h", 5400)])
+def test_lengths_of_time(text: str, length: float) -> None:
+    assert profile_command.seconds(text, "--duration") == length
 
 
 @pytest.mark.parametrize(
@@ -586,6 +666,7 @@ def test_a_summary_in_figures_and_in_lines() -> None:
     )
     summary = Summary.of(profile, "run/x", unavailable={"cpus": "not sampled: CPU 3"})
     assert (summary.samples, summary.resolved) == (62, 52)
+    assert summary.visits == 12
     assert summary.running == [
         HotLine("step", "/srv/train.py", 7, 0.6),
         HotLine("both", "/srv/train.py", 7, 0.2),
@@ -595,18 +676,63 @@ def test_a_summary_in_figures_and_in_lines() -> None:
         ("both", 0.333),
     ]
     assert summary.lines() == [
-        "run/x: 2.0 s at 49 Hz, 62 samples, 83.9% resolved",
+        "run/x: 2.0 s at 49 Hz, 50 samples on CPUs, 12 visits to waiting threads, 83.9% resolved",
         "not resolved: 8 not Python, 2 changed while read",
         "cpus: not sampled: CPU 3",
-        "on a CPU, 1.0 s:",
+        "on a CPU, 1.0 s (0.51 cores):",
         "   60.0%  step  /srv/train.py:7",
         "   20.0%  both  /srv/train.py:7",
-        "waiting, 3.0 s:",
+        "waiting, 3.0 thread-seconds (1.5 threads on average):",
         "   66.7%  get  /srv/train.py:7",
         "   33.3%  both  /srv/train.py:7",
     ]
     assert all(len(line) <= 30 for line in summary.lines(30))
     assert json.loads(json.dumps(summary.as_json()))["unresolved"] == {"not_python": 8, "changed": 2}
+
+
+def test_a_wait_is_charged_to_the_line_of_the_program() -> None:
+    standard = "/usr/lib/python3.11/threading.py"
+    wait, get = (
+        ("Condition.wait", standard, 327, 300),
+        ("Queue.get", "/usr/lib/python3.11/queue.py", 171, 154),
+    )
+    own = ("Trainer.step", "/srv/train.py", 18, 9)
+    worker = [wait, ("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py", 81, 60)]
+    deep = [wait, get, ("a", standard, 1, 1), ("b", standard, 1, 1), own]
+    builder = pprof.ProfileBuilder(period_ns=PERIOD_NS, time_ns=10**18, duration_ns=10 * 10**9)
+    builder.add([wait, get, own, ("main", "/srv/train.py", 50, 40)], (10, PERIOD_NS, 9 * 10**9), {"pid": 7})
+    builder.add(deep, (1, 0, 10**9), {"pid": 7})
+    builder.add(worker, (30, 0, 27 * 10**9), {"pid": 7})
+    summary = Summary.of(builder.build(), "run/x")
+    assert summary.lines()[1:] == [
+        "on a CPU, 0.0 s (0.00 cores):",
+        f"  100.0%  Condition.wait  {standard}:327",
+        "waiting, 37.0 thread-seconds (3.7 threads on average):",
+        f"   73.0%  Condition.wait  {standard}:327  (standard library)",
+        "   27.0%  Trainer.step  /srv/train.py:18  in Queue.get > Condition.wait",
+    ]
+    assert summary.waiting[1].inside == ("Queue.get", "Condition.wait")
+    builder.add(deep, (99, 0, 99 * 10**9), {"pid": 7})
+    lines = Summary.of(builder.build(), "run/x").lines()
+    assert lines[-2].endswith("Trainer.step  /srv/train.py:18  in b > … > Condition.wait")
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=80), st.text(max_size=200), st.integers(1, 99999))
+def test_a_path_loses_its_beginning_and_never_its_line(function: str, file: str, line: int) -> None:
+    builder = pprof.ProfileBuilder(period_ns=PERIOD_NS, time_ns=10**18, duration_ns=10**9)
+    builder.add([(function, "/" + file + "/train.py", line, 1)], (1, PERIOD_NS, 5), {})
+    for width in (40, 60, 80):
+        shown = Summary.of(builder.build(), "run/x").lines(width)
+        assert max(map(cell_width, shown)) <= width
+        assert sum(said.endswith(f"/train.py:{line}") for said in shown) == 2
+
+
+def test_what_is_said_behind_a_path_has_its_room() -> None:
+    file = f"/home/ada/{'deep/' * 20}lib/python3.11/threading.py"
+    builder = pprof.ProfileBuilder(period_ns=PERIOD_NS, time_ns=10**18, duration_ns=10**9)
+    builder.add([("Condition.wait", file, 327, 300)], (1, 0, 5), {})
+    shown = Summary.of(builder.build(), "run/x").lines(80)[-1]
+    assert shown == "  100.0%  Condition.wait  …p/lib/python3.11/threading.py:327  (standard library)"
 
 
 def test_the_five_hottest_lines_and_no_more() -> None:

@@ -61,6 +61,7 @@ class MadeUpSampler:
         self.consumed = 0
         self.unavailable: dict[str, str] = {}
         self.refusals: dict[int, Any] = {}
+        self.programs: dict[str, Any] = {}
         self.closed = False
         self.fd, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.made.append(self)

@@ -129,6 +129,63 @@ def test_nobody_is_visited_where_that_is_off_or_cannot_be(
     made.source.stop()
 
 
+class Program:
+    """Of BPF; what it has cost while the kernel measured."""
+
+    def __init__(self) -> None:
+        self.cost = (700, 7)
+
+    def statistics(self) -> tuple[int, int]:
+        return self.cost
+
+
+def test_its_programs_cost_stands_beside_that_of_the_others(node: Node) -> None:
+    """While the source "cpu", which is asked first, has the kernel measure."""
+    program = Program()
+    node.sampler.programs = {"python_sample": program}
+
+    def report(measured_ns: int | None, *cost: int) -> list[tuple[str, int, int, int]]:
+        program.cost = (cost[0], cost[1])
+        made = Report(time_ns=node.time_ns)
+        if measured_ns is not None:
+            made.collector.programs.add(name="on_switch", run_ns=1, runs=1, measured_ns=measured_ns)
+        node.source.sample(node.now, [], made)
+        found = made.collector.programs[0 if measured_ns is None else 1 :]
+        return [(p.name, p.run_ns, p.runs, p.measured_ns) for p in found]
+
+    assert report(None, 700, 7) == []
+    assert report(1000, 900, 9) == [("python_sample", 200, 2, 1000)]
+    assert report(1000, 950, 10) == [("python_sample", 200, 2, 1000)]  # not measured any more
+    assert report(3000, 1700, 17) == [("python_sample", 1000, 10, 3000)]
+    assert report(None, 1700, 17) == []  # the source "cpu" is down
+    # Newly loaded ones begin anew, and are not charged for the time before.
+    node.source.stop()
+    node.source.start()
+    node.sampler = node.source._sampler  # type: ignore[assignment]
+    node.sampler.programs = {"python_sample": program}
+    assert report(5000, 40, 4) == []
+    assert report(6000, 50, 5) == [("python_sample", 10, 1, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "warned"),
+    [
+        ("train", True),
+        ("slurm", True),
+        ("run/train", False),
+        ("*train", False),
+        ("run?x", False),
+        ("[rs]un", False),
+    ],
+)
+def test_a_pattern_that_can_match_no_job_is_told_at_the_start(
+    samplers: type[MadeUpSampler], caplog: pytest.LogCaptureFixture, pattern: str, warned: bool
+) -> None:
+    made = Node(samplers, {"python.jobs": pattern})
+    made.source.stop()
+    assert (f"python.jobs: '{pattern}' can match no job" in caplog.text) is warned
+
+
 # ---- figures
 
 

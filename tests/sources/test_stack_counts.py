@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from expanse_ebpf.export import pprof
 from expanse_ebpf.sources import stack_counts
 from expanse_ebpf.sources.stack_counts import RecentLines, StackCounts
-from tests.sources.made_up_sampler import PERIOD_NS, Count, running, stack, unresolved, waiting
+from tests.sources.made_up_sampler import PERIOD_NS, Count, Frame, running, stack, unresolved, waiting
 
 
 def profile_of(counts: StackCounts, **labels: str) -> list[pprof.Stack]:
@@ -147,6 +147,31 @@ def test_the_hottest_line_is_the_leafs_and_its_share_of_everything() -> None:
     recent.add(1.0, [running("f:3", "main:9", samples=6), running("g:4", "main:9", samples=2)])
     recent.add(2.0, [unresolved("changed", 2), running("f:3", "other:1", samples=2)])
     assert recent.hottest() == (("f", "/srv/train.py", 3), 8 / 12)
+
+
+STANDARD = "/usr/lib/python3.11/threading.py"
+
+
+def waits(*frames: tuple[str, str, int], visits: int = 1) -> Count:
+    """Visits to a thread in these functions, leaf first: name, file, line."""
+    made = tuple(Frame(name, file, line, 1) for name, file, line in frames)
+    return Count(stack(waiting=True)._replace(frames=made), visits, visits * 250_000_000)
+
+
+def test_a_wait_is_charged_to_the_program_and_idle_threads_of_libraries_come_last() -> None:
+    recent = RecentLines(waits=True)
+    idle = waits(("Condition.wait", STANDARD, 327), ("_worker", STANDARD, 81), visits=30)
+    recent.add(1.0, [idle])
+    assert recent.hottest() == (("Condition.wait", STANDARD, 327), 1.0)
+    library = ("next", "/venv/lib/python3.11/site-packages/torch/data.py", 5)
+    recent.add(2.0, [waits(("Condition.wait", STANDARD, 327), library, visits=6)])
+    assert recent.hottest() == (library, 6 / 36)
+    own = ("Trainer.step", "/srv/train.py", 18)
+    recent.add(3.0, [waits(("Condition.wait", STANDARD, 327), library, own, visits=4)])
+    assert recent.hottest() == (own, 4 / 40)
+    on_cpu = RecentLines()
+    on_cpu.add(1.0, [waits(("Condition.wait", STANDARD, 327), own)])
+    assert on_cpu.hottest() == (("Condition.wait", STANDARD, 327), 1.0)
 
 
 def test_two_lines_of_one_function_are_two() -> None:

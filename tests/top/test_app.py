@@ -79,7 +79,6 @@ async def test_it_shows_the_jobs_their_history_and_its_own_cost(tmp_path: Path) 
                 "cpu",
                 "history",
                 "ipc",
-                "miss",
                 "switches",
                 "wait",
                 "memory",
@@ -87,9 +86,12 @@ async def test_it_shows_the_jobs_their_history_and_its_own_cost(tmp_path: Path) 
                 "processes",
             ),
             "state",
+            "python",
         ]
+        assert v.column("python") == [f"step{i} model.py:{88 + i} 43%" for i in (2, 1, 0)]
+        assert v.text("#room") == "not shown for want of room: NAME, MISS"
         assert v.column("ipc") == ["1.40"] * 3
-        assert all(len(bars) >= 18 for bars in v.column("history"))  # 20 reports, the first without a rate
+        assert all(len(bars) == 12 for bars in v.column("history"))  # of 19, PYTHON having the room
         assert v.text("#head").startswith("gpu017 · ")
         assert "collector 0.008 cores · 41.0 MiB PSS · BPF 112 µs per s" in v.text("#cost")
 
@@ -149,7 +151,7 @@ async def test_enter_shows_a_jobs_processes_and_limits(tmp_path: Path) -> None:
         assert "of 16.0 GiB" in detail
         assert "98 samples per s, 89.8% resolved" in detail
         assert "on a CPU  43.0%  Trainer.step1  /srv/train/model.py:89" in detail
-        assert "waiting   95.0%  Queue.get  /usr/lib/python3.11/queue.py:171" in detail
+        assert "waiting   95.0%  Queue.get  /usr/lib/python3.11/queue.py:171  (standard library)" in detail
         assert "python train.py --rank 0" in detail
         assert "\x1b" not in detail
         await v.report(21)

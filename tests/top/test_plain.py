@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from expanse_ebpf.top import columns, plain
+import pytest
+
+from expanse_ebpf.top import columns, plain, text
 from expanse_ebpf.top.rates import Values, snapshot
 from expanse_ebpf.top.text import UNKNOWN, Locale
 from tests.top.serving import make_report
@@ -63,17 +65,23 @@ def test_ascii() -> None:
 
 
 def test_the_line_of_python_is_cut_where_that_hurts_least() -> None:
-    def line(function: str, file: str | None, number: int | None, share: float | None) -> str:
-        return columns.hot_line({"function": function, "file": file, "line": number, "share": share})
+    def line(
+        function: str, file: str | None, number: int | None, share: float | None, width: int = 36
+    ) -> str:
+        hot = {"function": function, "file": file, "line": number, "share": share}
+        found = columns.code_line(hot, width)
+        assert len(found) <= width
+        return found
 
     assert line("spin", "/a/b/train.py", 7, 0.431) == "spin train.py:7 43%"
     assert line("spin", None, None, None) == "spin"
     assert line("spin", "/a/x.py", None, 1.0) == "spin x.py 100%"
-    long = line("Trainer.<locals>.forward_and_backward_and_step", "/a/" + "m" * 60 + ".py", 123456, 0.5)
-    assert long.endswith("…:123456 50%")
-    assert long.startswith("Trai")
-    assert len(long) <= columns.PYTHON_WIDTH
-    assert columns.hot_line(None) == UNKNOWN
+    assert line("Trainer.step", "/a/train.py", 18, 0.63, 28) == "Trainer.step train.py:18 63%"
+    assert line("Trainer.step", "/a/train.py", 18, 0.63, 27) == "step train.py:18 63%"
+    assert line("Trainer.step", "/a/train.py", 18, 0.63, 19) == "Trainer.step:18 63%"
+    assert line("compress", "/a/codec.py", 7, 0.63, 18) == "compress:7 63%"
+    assert line("Trainer.step", "/a/train.py", 18, 0.63, 18) == "step:18 63%"
+    assert line("forward_and_backward", "/a/train.py", 188, 0.5, 18) == "forward_a…:188 50%"
     assert "\x1b" not in line("a\x1b[2J", "/a/\x1b.py", 1, 0.5)
 
 
@@ -84,7 +92,6 @@ def test_python_is_shown_where_there_is_any_and_room() -> None:
     jobs = snapshot(None, report)["jobs"]
     assert "PYTHON" in titles(plain.render(snapshot(None, report)))
     assert next(j["key"] for j in columns.sort(jobs, "python")) == "slurm/4411"
-    assert "python" not in {c.name for c in columns.choose(jobs, 110, history=False)}
     report.jobs[0].ClearField("python")
     assert "PYTHON" not in titles(plain.render(snapshot(None, report)))
 
@@ -151,11 +158,80 @@ def test_sort_puts_unknown_last_either_way() -> None:
 def test_columns_give_way_by_rank() -> None:
     jobs = shown()["jobs"]
     for width in range(1, 140):
-        chosen = columns.choose(jobs, width, history=True)
+        chosen, left_out = columns.choose(jobs, width, history=True)
+        names = {c.name for c in chosen}
         assert chosen[0].name == "key"
-        assert len(chosen) == 1 or columns.total_width(chosen, jobs) <= width
-    assert [c.name for c in columns.choose(jobs, 20, history=True)] == ["key", "cpu"]
-    assert len(columns.choose(jobs, None, history=True)) == len(columns.COLUMNS)
+        assert {"key", "cpu"} <= names
+        assert {*chosen, *left_out} == {*columns.COLUMNS}
+        if width >= 19:
+            assert sum(w + 2 for w in columns.widths(chosen, jobs, width).values()) - 2 <= width
+        assert "python" in names or not names & {"history", "switches", "wait", "io", "name"}
+        kept, _ = columns.choose(jobs, width, history=True, sort="name")
+        assert "name" in {c.name for c in kept}
+    assert [c.name for c in columns.choose(jobs, 20, history=True)[0]] == ["key", "cpu"]
+    assert columns.choose(jobs, None, history=True) == (list(columns.COLUMNS), [])
+
+
+def test_a_wide_terminal_gives_the_key_and_the_line_of_python_what_they_need() -> None:
+    jobs = shown()["jobs"]
+    jobs[0]["key"] = "kubernetes/team/pod-with-a-long-name"
+    chosen = [columns.BY_NAME[name] for name in ("key", "cpu", "python")]
+    for room, key, python in ((20, 4, 18), (45, 16, 18), (50, 21, 18), (66, 36, 19), (200, 36, 36)):
+        widths = columns.widths(chosen, jobs, room)
+        assert (widths["key"], widths["cpu"], widths["python"]) == (key, 7, python)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_python_is_seen_on_ordinary_terminals_and_what_is_left_out_is_named(width: int) -> None:
+    output = plain.render(shown(), width, 24)
+    there = titles(output)
+    assert "PYTHON" in there
+    assert ("Trainer.step2 model.py:90 43%" if width == 160 else " step2 model.py:90 43%") in output
+    left_out = [title for title in EVERYTHING if title not in there]
+    said = [line for line in output.splitlines() if line.startswith("not shown for want of room: ")]
+    assert said == ([f"not shown for want of room: {', '.join(left_out)}"] if left_out else [])
+    assert all(text.cell_width(line) <= width for line in output.splitlines())
+
+
+def test_what_really_is_printed_counts() -> None:
+    wide = max(map(text.cell_width, plain.render(shown(), sort="key").splitlines()[2:6]))
+    assert titles(plain.render(shown(), wide, 40)) == list(EVERYTHING)
+    assert "NAME" not in titles(plain.render(shown(), wide - 36, 40))
+
+
+def test_where_little_runs_the_line_that_waits_is_shown() -> None:
+    job = shown()["jobs"][0]
+    job["python"]["waiting"] = {"function": "T.step", "file": "/srv/train.py", "line": 18, "share": 0.25}
+    job["cpu_cores"], job["counters"]["run_queue_wait_cores"] = 0.49, None
+    assert columns.python_line(job) == "waiting: T.step train.py:18"
+    assert columns.python_line(job, 18) == "waiting: T.step:18"
+    assert columns.python_line(job, 17) == "waiting: step:18"
+    job["counters"]["run_queue_wait_cores"] = 0.02  # it would run if it could
+    assert columns.python_line(job) == "Trainer.step0 model.py:88 43%"
+    job["cpu_cores"], job["counters"]["run_queue_wait_cores"] = 0.51, 0.0
+    assert columns.python_line(job) == "Trainer.step0 model.py:88 43%"
+    job["cpu_cores"] = None
+    assert columns.python_line(job) == "Trainer.step0 model.py:88 43%"
+    job["cpu_cores"] = 0.1
+    job["python"]["waiting"]["file"] = "/usr/lib/python3.11/threading.py"  # an idle pool
+    assert columns.python_line(job) == "Trainer.step0 model.py:88 43%"
+    job["python"]["hottest"] = None
+    assert columns.python_line(job) == "waiting: T.step threading.py:18"
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown_for_it"),
+    [("opted out", True), ("not Python", False), ("unsupported interpreter", True)],
+)
+def test_why_a_job_has_no_line_stands_in_its_place(reason: str, shown_for_it: bool) -> None:
+    report = make_report(1)
+    for job in report.jobs:
+        job.ClearField("python")
+        job.unavailable["python"] = reason
+    assert (reason in plain.render(snapshot(None, report))) is shown_for_it
+    report.jobs[0].python.hottest_function = "f"
+    output = plain.render(snapshot(None, report))
+    assert sum(line.endswith(reason) for line in output.splitlines()) == 2
 
 
 def test_filter() -> None:
