@@ -65,7 +65,7 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
 @click.option(
     "-p",
     "--pid",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 22),  # PID_MAX_LIMIT of the kernel
     metavar="PID",
     help="The process to profile, with what it forks.",
 )
@@ -409,7 +409,10 @@ class Output:
 
 def _check_writable(path: Path) -> None:
     """Raises ConfigError for a place at which no file can be written."""
-    there = path.exists()
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that is too long, for one
+        raise ConfigError(f"-o {path}: {error.strerror}; give another") from None
     if path.is_dir():
         raise ConfigError(f"-o {path}: is a directory; name a file in it")
     if not there and not path.parent.is_dir():

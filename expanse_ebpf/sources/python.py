@@ -413,7 +413,7 @@ class PythonSource:
         everybody = list(jobs)
         wants, tree = wanted(request, uid, everybody)
         self._collect()  # what was sampled before is not for this one
-        watch = ProfileWatch(wants, tree, self._config.rate_hz, self._collect, self._unwatch)
+        watch = ProfileWatch(wants, tree, uid, self._config.rate_hz, self._collect, self._unwatch)
         self._watches.append(watch)
         past = set(self._overflow)
         self._choose([job for job in everybody if job not in past])

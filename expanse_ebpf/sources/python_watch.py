@@ -87,6 +87,10 @@ class ProcessTree:
             self._known[known] = belongs
         return belongs
 
+    def seen(self, pid: int) -> bool:
+        """Whether it is known of `pid` that it belongs, or that it does not."""
+        return pid in self._known
+
     def alive(self) -> bool:
         """Whether any process of it is left."""
         return any(belongs and lives(pid, self._proc) for pid, belongs in self._known.items())
@@ -95,14 +99,17 @@ class ProcessTree:
 class ProfileWatch:
     """The stacks of some jobs as one client gets them: since its last part, each time.
 
-    `over` says why nothing more will come; empty: more will. `collect` brings in what was sampled up to
-    now, `done` is called when nobody looks any more.
+    A user (`uid`) gets those of processes that are wholly theirs, which is looked at for each part: a job
+    may run set-uid programs, and a process can become one. `over` says why nothing more will come;
+    empty: more will. `collect` brings in what was sampled up to now, `done` is called when nobody looks
+    any more.
     """
 
     def __init__(
         self,
         wants: Callable[[Job], bool],
         tree: ProcessTree | None,
+        uid: int | None,
         rate_hz: int,
         collect: Callable[[], None],
         done: Callable[[ProfileWatch], None],
@@ -111,32 +118,50 @@ class ProfileWatch:
         self.note = ""
         self.wants = wants
         self.tree = tree
+        self._uid = uid
         self._rate_hz = rate_hz
         self._collect = collect
         self._done = done
         self._labels: dict[int, dict[str, str]] = {}
+        self._all_unplaced = 0
         self._begin()
 
     def _begin(self) -> None:
         self._counts = StackCounts()
         self._wanted: dict[Job, bool] = {}  # asked anew for each part: a job's user may become known
+        self._theirs: dict[int, bool] = {}  # by process, likewise
+        self._unplaced = 0
         self._time_ns, self._since = time.time_ns(), time.monotonic_ns()
 
     def take(self, job: Job, count: Count) -> None:
         """Add what was counted of `job`, as far as it is watched."""
         if job not in self._wanted:
             self._wanted[job] = self.wants(job)
-        if self._wanted[job] and self._is_of_the_tree(job, count.stack.pid):
+        if self._wanted[job] and self._is_of_the_tree(job, count) and self._is_theirs(count.stack.pid):
             self._labels.setdefault(count.stack.slot, labels(job))
             self._counts.add(count)
 
-    def _is_of_the_tree(self, job: Job, pid: int) -> bool:
+    def _is_theirs(self, pid: int) -> bool:
+        if self._uid is None or not pid:
+            return True
+        if pid not in self._theirs:
+            found = status(pid)
+            # Of one that is gone nobody can say any more whose it was.
+            self._theirs[pid] = found is not None and found.uids == {self._uid}
+        return self._theirs[pid]
+
+    def _is_of_the_tree(self, job: Job, count: Count) -> bool:
         if self.tree is None:
             return True
-        if pid:
-            return pid in self.tree
+        if count.stack.pid:
+            belongs = count.stack.pid in self.tree
+            if not belongs and not self.tree.seen(count.stack.pid):
+                self._unplaced += count.samples
+            return belongs
         # What is not resolved is known by its job alone. Where that has no other processes it belongs.
-        return all(each in self.tree for each in job.pids or ())
+        belongs = all(each in self.tree for each in job.pids or ())
+        self._unplaced += 0 if belongs else count.samples
+        return belongs
 
     def look(self, jobs: Iterable[Job]) -> None:
         """See after each tick whether what is watched still lives."""
@@ -155,10 +180,16 @@ class ProfileWatch:
             duration_ns=time.monotonic_ns() - self._since,
             labels=lambda slot: self._labels.get(slot, {}),
         )
+        unplaced = ""
+        if self._unplaced:
+            self._all_unplaced += self._unplaced
+            unplaced = (
+                f"{self._all_unplaced} samples of the job are left out: whether they are this process's "
+                "is not known, for want of a stack or since theirs has ended"
+            )
         self._begin()
-        return ProfilePart(
-            pprof=profile.SerializeToString(), note=self.note or self.over, rate_hz=self._rate_hz
-        )
+        note = self.note or self.over or unplaced
+        return ProfilePart(pprof=profile.SerializeToString(), note=note, rate_hz=self._rate_hz)
 
     def close(self) -> None:
         """Nobody looks any more."""

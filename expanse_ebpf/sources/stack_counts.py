@@ -11,7 +11,7 @@ from expanse_ebpf.export.origin import Origin, Origins
 from expanse_ebpf.wire.transport import MAX_PROFILE_BYTES, MAX_PROFILE_PLAIN_BYTES
 
 if TYPE_CHECKING:
-    from expanse_ebpf.python_stacks.sampler import Count, Stack
+    from expanse_ebpf.python_stacks.sampler import Count, Frame, Stack
     from expanse_ebpf.wire.profile_pb2 import Profile
 
 MOST_STACKS = 4000  # different ones, of one job and minute
@@ -48,8 +48,9 @@ _Frame = tuple[str, str, int, int]
 class StackCounts:
     """Stacks and how much was seen of each.
 
-    When there are more than `most` different ones, the rarest are folded into "[over budget]", so that
-    a program which never stands in the same place twice costs no more memory than others.
+    When there are more than `most` different ones, or their frames and names take more than a profile may,
+    the rarest are folded into "[over budget]": a program which never stands in the same place twice, or
+    has names without end, costs no more memory than others.
     """
 
     def __init__(self, most: int = MOST_STACKS) -> None:
@@ -57,6 +58,8 @@ class StackCounts:
         self.folded = False  # whether any stack was
         self._values: dict[Stack, list[int]] = {}  # samples, CPU ns, waiting ns
         self._rest: dict[int, list[int]] = {}  # what was folded, by accounting slot
+        self._bytes = 0  # of the profile, about
+        self._frames: set[Frame] = set()  # whose names are among them
 
     def __len__(self) -> int:
         return len(self._values) + len(self._rest)
@@ -66,11 +69,21 @@ class StackCounts:
         stack = count.stack
         values = self._values.get(stack)
         if values is None:
-            if len(self._values) >= self.most:
-                self._fold(self.most // 2)  # not one by one: that would sort at every new stack
+            if len(self._values) >= self.most or self._bytes > MOST_PLAIN_BYTES:
+                self._fold(len(self._values) // 2)  # not one by one: that would sort at every new stack
             values = self._values[stack] = [0, 0, 0]
+            self._bytes += self._bytes_of(stack)
         values[0] += count.samples
         values[2 if stack.waiting else 1] += count.ns
+
+    def _bytes_of(self, stack: Stack) -> int:
+        """What the stack adds to a profile, about."""
+        size = 64 + 4 * len(stack.frames)
+        for frame in stack.frames:
+            if frame not in self._frames:
+                self._frames.add(frame)
+                size += 32 + len(frame.name) + len(frame.file)
+        return size
 
     def _fold(self, keep: int) -> None:
         """Keep the `keep` stacks with the most samples and add up the others."""
@@ -81,6 +94,8 @@ class StackCounts:
                 rest[i] += value
             del self._values[stack]
             self.folded = True
+        self._frames.clear()
+        self._bytes = sum(map(self._bytes_of, self._values))
 
     def profile(self, *, rate_hz: int, time_ns: int, duration_ns: int, labels: Labels) -> Profile:
         """As a profile that begins at `time_ns`; `labels` gives those of a slot's stacks."""

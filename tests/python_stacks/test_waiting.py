@@ -211,3 +211,38 @@ def test_jobs_that_are_not_selected_are_not_visited_and_no_shell_is_told_of() ->
         assert driver.run(30, lambda: known() or driver.waiting[unseen.pid] >= 5)
         assert driver.waiting.keys() == {unseen.pid}
         assert shell.pid not in driver.waiting
+
+
+# Each thread sleeps for moments under one chain of calls and under another, in turn.
+TURNS = """
+import os, threading, time
+def leaf_a(): time.sleep(0.0002)
+def leaf_b(): time.sleep(0.0002)
+def deep_a(n): deep_a(n - 1) if n else leaf_a()
+def deep_b(n): deep_b(n - 1) if n else leaf_b()
+def turns():
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        deep_a(20)
+        deep_b(20)
+for _ in range(6):
+    threading.Thread(target=turns, daemon=True).start()
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_stack_is_of_one_moment_though_nothing_is_stopped(driver: Driver) -> None:
+    """Threads that run on while they are read are left out, and never seen in two places at once."""
+    program = driver.start([SYSTEM, "-c", TURNS])
+    driver.until_ready()
+    end = time.monotonic() + 12
+    while time.monotonic() < end:
+        for _ in range(50):
+            visit(driver)
+        driver.drain()
+    stacks = [set(names(stack)) for stack in driver.seen(program.pid, waiting=True)]
+    a, b = {"deep_a", "leaf_a"}, {"deep_b", "leaf_b"}
+    assert [each for each in stacks if each & a]
+    assert [each for each in stacks if each & b]
+    assert not [each for each in stacks if each & a and each & b]

@@ -16,7 +16,7 @@ from expanse_ebpf.errors import ConfigError, UnavailableError, UnknownJobError
 from expanse_ebpf.export import pprof
 from expanse_ebpf.jobs.job import Job
 from expanse_ebpf.python_stacks.interpreter import Reason, Refusal
-from expanse_ebpf.sources import Attentive, Context, python
+from expanse_ebpf.sources import Attentive, Context, python, python_watch
 from expanse_ebpf.sources.python import Choice, PythonSource
 from expanse_ebpf.sources.python_watch import ProcessTree, lives, status
 from expanse_ebpf.wire.collector_pb2 import (
@@ -562,11 +562,20 @@ def test_a_job_without_a_slot_cannot_be_looked_at(node: Node) -> None:
         node.source.watch(ask(key="slurm/4"), None, [*node.jobs, job(4, slot=None)])
 
 
-def test_a_user_may_look_at_their_own_job(node: Node) -> None:
+def test_a_user_may_look_at_their_own_job(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    uids = {100: {1000}, 101: {1000, 0}}  # 101 runs a set-uid program; 102 is gone
+    monkeypatch.setattr(
+        python_watch,
+        "status",
+        lambda pid: python_watch.Status(pid, 1, frozenset(uids[pid])) if pid in uids else None,
+    )
     node.jobs[0].identity.run = 77
     watch = node.source.watch(ask(key="slurm/1", run=77), 1000, node.jobs)
-    node.tick(running("f:1"))
+    node.tick(running("f:1"), running("of_root:1", pid=101), running("of_whom:1", pid=102))
     assert set(names_of(watch.part().pprof)) == {"f"}
+    uids[100] = {0}  # it has executed one since
+    node.tick(running("f:1"))
+    assert not names_of(watch.part().pprof)
     node.jobs[0].identity.ClearField("uid")
     with pytest.raises(UnknownJobError):
         node.source.watch(ask(key="slurm/1"), 1000, node.jobs)
