@@ -142,9 +142,10 @@ def visits(extent: Extent, python: str) -> list[dict[str, object]]:
             """Nanoseconds and runs of the program, visits that were counted, CPU time of all this (ns)."""
             time.sleep(1 / WAITS_HZ)
             sampler.consume()
-            before, began = program.statistics(), time.thread_time_ns()
+            before, began = program.statistics(), time.process_time_ns()
             sampler.visit()
-            took, after = time.thread_time_ns() - began, program.statistics()
+            sampler.end_visit()
+            took, after = time.process_time_ns() - began, program.statistics()
             counted = sum(count.samples for count in sampler.drain() if count.stack.waiting)
             return after[0] - before[0], after[1] - before[1], counted, took
 

@@ -268,7 +268,7 @@ class Sampler:
 
         In a thread of its own: reading a page of another process can take as long as whatever it comes from.
         """
-        if "waiting" in self.unavailable and self._visitor is None:
+        if not self._visit_ns or ("waiting" in self.unavailable and self._visitor is None):
             return
         now = time.monotonic()
         if self._visitor is not None and self._visitor.is_alive():
@@ -283,6 +283,11 @@ class Sampler:
         stands_for, self._last_visit = now - self._last_visit, now
         self._visitor = threading.Thread(target=self._visit, args=(stands_for,), daemon=True)
         self._visitor.start()
+
+    def end_visit(self, seconds: float = _HUNG_S) -> None:
+        """Wait until a visit that has begun is over, for so long at most."""
+        if self._visitor is not None:
+            self._visitor.join(seconds)
 
     def _visit(self, stands_for: float) -> None:
         try:
@@ -390,8 +395,7 @@ class Sampler:
 
     def close(self) -> None:
         """Take everything out of the kernel; safe to call twice."""
-        if self._visitor is not None:
-            self._visitor.join(_HUNG_S)
+        self.end_visit()
         self._kernel.close()
 
 

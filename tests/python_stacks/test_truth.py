@@ -66,7 +66,8 @@ ended.
 
 Versions from 3.8 to 3.15 can be read, on x86-64 and arm64; an interpreter whose memory is not as its
 version says is told as `unsupported`, and never guessed at. From 3.13 on the interpreter says itself where
-things are; builds of earlier ones with unusual options, such as `--with-trace-refs`, are unsupported.
+things are; builds of earlier ones with unusual options, such as `--with-trace-refs`, are unsupported. The
+layouts of free-threaded 3.14 and 3.15 come from their headers: such a build was never run here, 3.13's was.
 """
 
 ARGUMENTS = {

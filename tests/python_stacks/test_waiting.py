@@ -43,9 +43,7 @@ def driver() -> Iterator[Driver]:
 def visit(driver: Driver) -> float:
     """One visit; when (monotonic, seconds)."""
     driver.sampler.visit()
-    visitor = driver.sampler._visitor
-    assert visitor is not None
-    visitor.join(60)
+    driver.sampler.end_visit()
     driver.sampler.consume()
     return time.monotonic()
 

@@ -78,7 +78,8 @@ def samplers(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpSampler]:
 
 
 @pytest.fixture
-def node(samplers: type[MadeUpSampler]) -> Iterator[Node]:
+def node(samplers: type[MadeUpSampler], monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(python, "PACK_S", 60.0)  # however slow the machine is
     made = Node(samplers, {})
     made.jobs.append(job())
     yield made
