@@ -65,7 +65,7 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
 @click.option(
     "-p",
     "--pid",
-    type=click.IntRange(1, 1 << 22),  # PID_MAX_LIMIT of the kernel
+    type=click.IntRange(1, (1 << 31) - 1),
     metavar="PID",
     help="The process to profile, with what it forks.",
 )

@@ -214,7 +214,7 @@ def test_a_process_older_than_the_switch_has_no_account_of_waits_for_devices(
     source.start()
     try:
         sample = sampled(source, job_of(pid))
-        assert sample.delays.cpu_ns > 0  # told always
+        assert sample.delays.HasField("cpu_ns")  # told always, and 0 where it never had to wait
         assert not sample.delays.HasField("block_io_ns")
         assert "task_delayacct" in sample.unavailable["delays"]
     finally:
