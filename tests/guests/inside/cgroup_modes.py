@@ -371,8 +371,13 @@ class Reports:
 
 
 def start_agent() -> None:
-    """The agent as a service."""
-    agent = ["systemd-run", "-q", "--unit=expanse-agent", "-p", "RuntimeDirectory=expanse-ebpf", "-p"]
+    """The agent as a service.
+
+    Without Python stacks, which stacks.py looks at: what a job does before the agent has heard of a cgroup
+    inside another job's is the other job's, and an emulator makes long moments of it.
+    """
+    agent = ["systemd-run", "-q", "--unit=expanse-agent", "-E", "EXPANSE_SOURCES_PYTHON=false"]
+    agent += ["-p", "RuntimeDirectory=expanse-ebpf", "-p"]
     subprocess.run([*agent, f"StandardError=file:{OUT}/agent.log", EXPANSE, "agent"], check=True)
     until("the agent", Path(SOCKET).exists)
 

@@ -86,7 +86,8 @@ class Node:
         # Emulated arm64 CPUs have a PMU. Emulated x86 ones have none, so there the next line says 0 == 0;
         # what becomes of descriptors on x86 is in cpus.py, with software events.
         assert self.events or os.uname().machine != "aarch64", dict(report.collector.sources[0].unavailable)
-        assert events_open(self.agent.pid) == len(online()) * len(self.events)
+        # And the clock that samples Python stacks.
+        assert events_open(self.agent.pid) == len(online()) * (len(self.events) + 1)
         (cpu,) = [source for source in report.collector.sources if source.name == "cpu"]
         assert cpu.up, cpu.reason
         assert set(cpu.unavailable) == set(COUNTERS) - set(self.events), dict(cpu.unavailable)
