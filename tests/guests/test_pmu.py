@@ -32,7 +32,7 @@ BOUNDS = {
     "idle": (115, 115, 115),
     "another job": (457, 837, 1248),
     "flush": (1672, 2040, 2484),
-    "scan": (135, 135, 135),
+    "scan": (170, 170, 170),  # of one CPU; seen from 89 to 136
 }
 SERIES = ("6.1", pytest.param("6.12", marks=pytest.mark.matrix))
 
