@@ -126,22 +126,10 @@ int on_sample(void *unused)
 	if (!host_tid || !shared)
 		return 0;
 	task = (struct task_struct *)bpf_get_current_task();
-	if (shared->by_process) {
-		if (!is_wanted(task, host_pid, shared))
-			return 0;
-	} else {
-		if (!BPF_CORE_READ(task, mm))
-			return 0; /* a thread of the kernel's */
-		slot = slot_of(cgroup_of_address(task));
-		if (slot <= SLOT_OVERFLOW)
-			return 0;
-	}
-	row = bpf_map_lookup_elem(&python_slots, &slot);
-	if (!row) {
-		__sync_fetch_and_add(&shared->unaccountable, 1);
-		return 0;
-	}
-	if (!shared->by_process && !selected(row, shared))
+	if (!BPF_CORE_READ(task, mm))
+		return 0; /* a thread of the kernel's */
+	row = row_of(task, host_pid, cgroup_of_address(task), shared, &slot);
+	if (!row)
 		return 0;
 	outcome = sample(task, host_pid, host_tid, slot, row, shared);
 	__sync_fetch_and_add(&row->samples[outcome & (OUTCOMES - 1)], 1);
@@ -174,29 +162,25 @@ int BPF_PROG(on_python_fork, struct task_struct *parent, struct task_struct *chi
 SEC("tp_btf/sched_process_exec")
 int BPF_PROG(on_python_exec, struct task_struct *task)
 {
-	u32 host_pid = task->tgid, slot = SLOT_SYSTEM;
+	struct task_struct *current = (struct task_struct *)bpf_get_current_task();
 	struct python_control *shared = the_control();
-	bool known = bpf_map_lookup_elem(&processes, &host_pid);
+	u32 host_pid = task->tgid, slot;
 	struct python_slot *row;
 	struct space *space;
 	u64 id;
 
-	if (!shared || (shared->by_process && !known))
+	if (!shared)
 		return 0;
-	if (!shared->by_process)
-		slot = slot_of(cgroup_of(task));
-	row = bpf_map_lookup_elem(&python_slots, &slot);
-	if (!row)
-		return 0;
-	if (!shared->by_process && (slot <= SLOT_OVERFLOW || !selected(row, shared))) {
-		if (known)
+	row = row_of(current, host_pid, cgroup_of(task), shared, &slot);
+	if (!row) {
+		if (bpf_map_lookup_elem(&processes, &host_pid))
 			bpf_map_delete_elem(&processes, &host_pid);
 		return 0;
 	}
 	id = new_space(host_pid);
 	space = bpf_map_lookup_elem(&spaces, &id);
 	if (space)
-		ask(space, id, (struct task_struct *)bpf_get_current_task(), slot, row, shared, bpf_ktime_get_ns());
+		ask(space, id, current, slot, row, shared, bpf_ktime_get_ns());
 	return 0;
 }
 

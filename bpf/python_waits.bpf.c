@@ -142,8 +142,8 @@ static __always_inline bool pay(struct python_slot *row, u64 now, u32 reads)
 
 	if (!all)
 		return false;
-	affordable(all, now, &all->asks, MAX_ASKS); /* begins a new second where one is due */
-	affordable(row, now, &row->asks, MAX_ASKS);
+	renew_budget(all, now);
+	renew_budget(row, now);
 	__sync_fetch_and_add(&row->reads, reads);
 	if (row != all)
 		__sync_fetch_and_add(&all->reads, reads);
@@ -215,16 +215,8 @@ int on_visit(struct bpf_iter__task *context)
 
 	if (!task || !shared || task->flags & PF_KTHREAD || !sleeps(task))
 		return 0;
-	if (shared->by_process) {
-		if (!is_wanted(task, task->tgid, shared))
-			return 0;
-	} else {
-		slot = slot_of(cgroup_of(task));
-		if (slot <= SLOT_OVERFLOW)
-			return 0;
-	}
-	row = bpf_map_lookup_elem(&python_slots, &slot);
-	if (!row || (!shared->by_process && !selected(row, shared)))
+	row = row_of(task, task->tgid, cgroup_of(task), shared, &slot);
+	if (!row)
 		return 0;
 	outcome = visit(task, slot, row, shared);
 	__sync_fetch_and_add(&row->visits[outcome & (OUTCOMES - 1)], 1);

@@ -84,8 +84,7 @@ struct python_control {
 	u32 visit_rows_taken;
 	u32 level; /* of user space's process id namespace; 0: the host's own */
 	u32 unused;
-	u64 namespace;	   /* that namespace */
-	u64 unaccountable; /* samples for which there was no row to count them in */
+	u64 namespace; /* that namespace */
 };
 
 struct {
@@ -314,17 +313,23 @@ static __always_inline struct installed_layout *layout_of(const struct walk *wal
 	return bpf_map_lookup_elem(&layouts, &key);
 }
 
-static __always_inline bool affordable(struct python_slot *row, u64 now, u32 *count, u32 limit)
+/* The budget of a row is that of one second. */
+static __always_inline void renew_budget(struct python_slot *row, u64 now)
 {
 	u32 second = now >> 30;
 
-	if (row->second != second) {
-		row->second = second;
-		row->asks = 0;
-		row->codes = 0;
-		row->stacks = 0;
-		row->reads = 0;
-	}
+	if (row->second == second)
+		return;
+	row->second = second;
+	row->asks = 0;
+	row->codes = 0;
+	row->stacks = 0;
+	row->reads = 0;
+}
+
+static __always_inline bool affordable(struct python_slot *row, u64 now, u32 *count, u32 limit)
+{
+	renew_budget(row, now);
 	/* No value from an atomic operation before 5.12. One more or less does not matter here. */
 	__sync_fetch_and_add(count, 1);
 	return *count <= limit;

@@ -91,6 +91,21 @@ static __always_inline bool selected(const struct python_slot *row, const struct
 	return row->selected ? row->selected == 1 : shared->all;
 }
 
+/* The row of the task's job, and its slot; NULL when the task is not looked at. */
+static __always_inline struct python_slot *row_of(struct task_struct *task, u32 host_pid, u64 cgroup,
+						  const struct python_control *shared, u32 *slot)
+{
+	struct python_slot *row;
+
+	if (shared->by_process) {
+		*slot = SLOT_SYSTEM;
+		return is_wanted(task, host_pid, shared) ? bpf_map_lookup_elem(&python_slots, slot) : NULL;
+	}
+	*slot = slot_of(cgroup);
+	row = bpf_map_lookup_elem(&python_slots, slot);
+	return row && *slot > SLOT_OVERFLOW && selected(row, shared) ? row : NULL;
+}
+
 /* Begins a walk: RESOLVED when there is an interpreter to look into, else what the sample comes to. */
 static __always_inline u32 begin(struct walk *walk, struct task_struct *task, u32 host_pid, u32 slot,
 				 struct python_slot *row, struct python_control *shared)

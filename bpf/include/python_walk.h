@@ -13,6 +13,26 @@
 
 /* ---- code objects that are new ---- */
 
+/* What every str object has, from text_length on, in all versions and builds. */
+struct text_head {
+	u64 length; /* characters */
+	u64 hash;   /* -1: not made yet */
+	u32 state;
+	u32 unused;
+};
+
+/* Bytes of each character: 1, 2 or 4 when all is well. */
+static __always_inline u32 width_of(const struct text_head *head, const struct python_layout *at)
+{
+	return head->state >> (at->text_kind_shift & 31) & 7;
+}
+
+/* Where the characters are. */
+static __always_inline u64 characters_of(u64 text, const struct text_head *head, const struct python_layout *at)
+{
+	return text + (head->state & at->text_ascii ? at->text_compact : at->text_wide);
+}
+
 static __always_inline bool send_part(struct walk *walk, u32 size)
 {
 	walk->part.code = walk->code_id;
@@ -24,26 +44,21 @@ static __always_inline bool send_part(struct walk *walk, u32 size)
 static __always_inline u32 send_text(struct walk *walk, struct task_struct *task, u32 kind, u64 text)
 {
 	struct installed_layout *layout = layout_of(walk);
-	struct {
-		u64 length;
-		u64 hash;
-		u32 state;
-		u32 unused;
-	} head;
+	struct text_head head;
 	u32 width, size;
 
 	if (!layout)
 		return LOST;
 	if (READ(&head, sizeof(head), text + layout->at.text_length))
 		return UNREADABLE;
-	width = head.state >> (layout->at.text_kind_shift & 31) & 7;
+	width = width_of(&head, &layout->at);
 	if (width != 1 && width != 2 && width != 4)
 		return CHANGED;
 	if (head.length > MAX_TEXT / width)
 		size = MAX_TEXT;
 	else
 		size = head.length * width;
-	text += head.state & layout->at.text_ascii ? layout->at.text_compact : layout->at.text_wide;
+	text = characters_of(text, &head, &layout->at);
 	if (READ(walk->bytes, below(size, sizeof(walk->bytes)), text))
 		return UNREADABLE;
 	walk->part.kind = kind;
@@ -131,12 +146,7 @@ static __always_inline u64 mix_bytes(struct walk *walk, u64 content, u64 address
 static __always_inline u64 mix_text(struct walk *walk, u64 content, u64 text, const struct python_layout *at,
 				    struct task_struct *task)
 {
-	struct {
-		u64 length;
-		u64 hash;
-		u32 state;
-		u32 unused;
-	} head;
+	struct text_head head;
 	u64 size;
 
 	if (READ(&head, sizeof(head), text + at->text_length))
@@ -144,8 +154,8 @@ static __always_inline u64 mix_text(struct walk *walk, u64 content, u64 text, co
 	content = mix(mix(content, head.length, 0x9e3779b97f4a7c15), head.hash, 0xc2b2ae3d27d4eb4f);
 	if (head.hash != -1ULL)
 		return content;
-	text += head.state & at->text_ascii ? at->text_compact : at->text_wide;
-	size = head.length * (head.state >> (at->text_kind_shift & 31) & 7);
+	text = characters_of(text, &head, at);
+	size = head.length * width_of(&head, at);
 	if (size > TELLING)
 		text += size - TELLING;
 	return mix_bytes(walk, content, text, size, task);

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.resources import files
 
+from expanse_ebpf.export.origin import Origins
 from expanse_ebpf.export.pprof import NO_FRAME, UNRESOLVED, Frame, Reader, Stack
 from expanse_ebpf.text import clean
 from expanse_ebpf.wire.profile_pb2 import Profile
@@ -171,18 +172,20 @@ class _Processes:
 def _data(stacks: Iterable[Stack], many_jobs: bool) -> dict[str, list[str] | list[int]]:
     """What the script of the template draws.
 
-    `texts`; `frames`: the numbers of name and file in `texts`, and the line, for each frame; `nodes`: the
+    `texts`; `frames`: the numbers of name and file in `texts`, the line and the Origin of each; `nodes`: the
     tree of all stacks, as parent and frame for each node but the first, the root; `processes`: names of the
     processes 1, 2, …; `stacks`: node of the leaf, samples, CPU ns, waiting ns, process (0: not known) and
     the number in GIL.
     """
-    processes = _Processes(many_jobs)
+    processes, origins = _Processes(many_jobs), Origins()
     texts: dict[str, int] = {}
     frames: dict[Frame, int] = {}
     nodes: dict[tuple[int, int], int] = {}
     totals: dict[tuple[int, int, int], list[int]] = {}
     for stack, values, labels in stacks:
         node = 0
+        if stack:
+            origins.learn(stack[-1])
         for frame in reversed(stack):
             number = frames.setdefault(frame, len(frames))
             node = nodes.setdefault((node, number), len(nodes) + 1)
@@ -196,6 +199,7 @@ def _data(stacks: Iterable[Stack], many_jobs: bool) -> dict[str, list[str] | lis
             texts.setdefault(clean(frame.name, MAX_TEXT), len(texts)),
             texts.setdefault(clean(frame.file, MAX_TEXT), len(texts)),
             frame.line,
+            int(origins.of(frame.file)),
         )
     ]
     return {

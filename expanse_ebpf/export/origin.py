@@ -68,7 +68,7 @@ class Origins:
 
         The innermost of the program's own, else of a library's, else the leaf.
         """
-        self._learn(frames[-1])
+        self.learn(frames[-1])
         origins = [self.of(frame.file) for frame in frames]
         if len(frames) > 1 and frames[-1].file == "<string>" and _STARTED.search(frames[-2].file):
             origins[-1] = Origin.STANDARD
@@ -77,7 +77,8 @@ class Origins:
                 return origins.index(wanted)
         return 0
 
-    def _learn(self, root: _Frame) -> None:
+    def learn(self, root: _Frame) -> None:
+        """See by the outermost frame of a thread where its interpreter has the standard library."""
         directory, slash, name = root.file.rpartition("/")
         if name != "threading.py" or root.name not in _BOOTSTRAP or not directory:
             return

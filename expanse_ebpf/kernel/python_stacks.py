@@ -77,7 +77,6 @@ class _Control(ctypes.Structure):
         ("level", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
         ("namespace", ctypes.c_uint64),
-        ("unaccountable", ctypes.c_uint64),
     ]
 
 
@@ -276,11 +275,6 @@ class PythonStacks:
     def level(self) -> int:
         """How many process id namespaces lie between the host's and this process's own."""
         return int(self._control.level)
-
-    @property
-    def unaccountable(self) -> int:
-        """Samples of jobs for which there was no row to count them in."""
-        return int(self._control.unaccountable)
 
     def follow_cpus(self) -> None:
         """Sample CPUs that came. A perf event dies with its CPU, and stays dead when that comes back."""

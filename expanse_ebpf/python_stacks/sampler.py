@@ -186,7 +186,6 @@ class Sampler:
     def _received(self, record: kernel.Record) -> None:
         if isinstance(record, kernel.Stack):
             self._records[record.row] = record
-            self._stacks.pop(record.row, None)
         elif isinstance(record, kernel.Part):
             if record.code not in self._parts and len(self._parts) >= _MAX_PARTIAL:
                 del self._parts[next(iter(self._parts))]
@@ -307,16 +306,10 @@ class Sampler:
         counts += self._unresolved()
         self._tidy()
         self._kernel.follow_cpus()
-        self._tell("cpus", self._kernel.missing and f"not sampled: CPU {_listed(self._kernel.missing)}")
-        lost = self._kernel.unaccountable
-        self._tell("samples", lost and f"{lost} samples could not be booked to any job")
+        self.unavailable.pop("cpus", None)
+        if self._kernel.missing:
+            self.unavailable["cpus"] = f"not sampled: CPU {_listed(self._kernel.missing)}"
         return counts
-
-    def _tell(self, part: str, why: object) -> None:
-        if why:
-            self.unavailable[part] = str(why)
-        else:
-            self.unavailable.pop(part, None)
 
     def _stack(self, row: int) -> Stack:
         known = self._stacks.get(row)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sqlite3
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -15,22 +14,6 @@ from hypothesis import strategies as st
 
 from expanse_ebpf.wire.collector_pb2 import NodeIdentity, Report, Upstream
 from tests.controller.process import Client, Controller, client, node, report, up
-
-
-@pytest.fixture(scope="module")
-def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    db = tmp_path_factory.mktemp("controller") / "reports.db"
-    with Controller(db, "--metrics-listen", "127.0.0.1:0") as running:
-        yield running
-        code, errors = running.terminate()
-        assert code == 0
-        assert "Traceback" not in errors
-
-
-@pytest.fixture(scope="module")
-def nodes(controller: Controller) -> Iterator[Client]:
-    with client(controller.address) as made:
-        yield made
 
 
 def metric(controller: Controller, name: str) -> float:

@@ -92,22 +92,6 @@ def rows(db: Path) -> list[tuple[int, int]]:
         return [((begin - T) // MINUTE, (end - T) // MINUTE) for begin, end in found]
 
 
-@pytest.fixture(scope="module")
-def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    db = tmp_path_factory.mktemp("controller") / "reports.db"
-    with Controller(db, "--metrics-listen", "127.0.0.1:0") as running:
-        yield running
-        code, errors = running.terminate()
-        assert code == 0
-        assert "Traceback" not in errors
-
-
-@pytest.fixture(scope="module")
-def nodes(controller: Controller) -> Iterator[Client]:
-    with client(controller.address) as made:
-        yield made
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     made = Store(tmp_path / "x.db")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,3 +245,26 @@ def test_a_stack_is_of_one_moment_though_nothing_is_stopped(driver: Driver) -> N
     assert [each for each in stacks if each & a]
     assert [each for each in stacks if each & b]
     assert not [each for each in stacks if each & a and each & b]
+
+
+def test_visits_take_nothing_of_what_a_job_may_have_looked_up() -> None:
+    """Else nobody would look up new processes of a job with many threads that wait."""
+    with jobs_of_a_node(waits_hz=1) as (jobs, driver):
+        driver.stop_visits()
+        group, slot = jobs.make("many")
+        driver.sampler.select_slots(False, {slot: True})
+        program = driver.start([SYSTEM, "-c", TURNS], group)
+        driver.until_ready()
+
+        def seen() -> bool:
+            visit(driver)
+            driver.drain()
+            return driver.waiting[program.pid] > 20
+
+        assert driver.run(30, seen)
+        asks = []  # of the present second, see struct python_slot
+        for _ in range(200):
+            visit(driver)
+            asks += struct.unpack_from("=I", driver.sampler._kernel._slots, slot * 512 + 264)
+        driver.drain()
+        assert max(asks) < 5
