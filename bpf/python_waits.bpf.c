@@ -114,9 +114,7 @@ static __always_inline u64 switches_of(struct task_struct *task)
 /* One that is on its way to sleep can still turn back, and run, without any switch. */
 static __always_inline bool sleeps(struct task_struct *task)
 {
-	if (bpf_core_field_exists(task->on_cpu) && task->on_cpu) /* gone from 7.2's */
-		return false;
-	return task->__state & TASK_SLEEPING;
+	return task->__state & TASK_SLEEPING && !task->on_cpu;
 }
 
 /* The address of the futex that the task sleeps on; 0: it does something else. */

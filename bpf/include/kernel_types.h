@@ -147,7 +147,7 @@ struct bpf_iter__task {
 struct task_struct {
 	unsigned int __state;
 	unsigned int flags;
-	int on_cpu;
+	unsigned int on_cpu; /* int before 7.2, narrower since */
 	int pid;
 	int tgid;
 	u64 start_boottime;
