@@ -64,6 +64,7 @@ class SourcesConfig:
     cgroup: bool = True
     host: bool = True
     python: bool = True  # Python stacks, see PythonConfig
+    gpu: bool = True  # NVIDIA GPUs, see GpuConfig
     network: bool = False  # by parts of pyroute2: 2.4 MiB of memory, 4.2 MiB without gRPC
     delays: bool = False  # likewise: 1.5 or 8.7 MiB; needs kernel.task_delayacct=1
 
@@ -82,6 +83,18 @@ class PythonConfig:
     jobs: tuple[str, ...] = ("*",)  # keys, e.g. "slurm/*"; empty: none
     users: tuple[str, ...] = ()  # names or numbers; empty: any
     namespaces: tuple[str, ...] = ()  # of Kubernetes; empty: any, and jobs of other kinds
+
+
+@dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """NVIDIA GPUs. Without a driver on the node there are no figures and no cost."""
+
+    profiler: bool = False  # activity of SMs, pipes and memory by GPM (Hopper or later)
+    # NVML where it is not among the system's libraries, e.g. in a driver container; empty: libnvidia-ml.so.1
+    library: str = ""
+    deadline_s: float = 5.0  # without an answer for so long the process that asks NVML is ended and begun anew
+    # The kubelet's word on which pod holds which GPU; empty: not asked
+    pod_resources: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,7 @@ class Config:
     cpu: CpuConfig = field(default_factory=CpuConfig)
     sources: SourcesConfig = field(default_factory=SourcesConfig)
     python: PythonConfig = field(default_factory=PythonConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
 
 
@@ -192,6 +206,11 @@ def _checked(config: Config) -> Config:
     ):
         if not least <= number <= most:
             raise ConfigError(f"{name}: {number} is not between {least} and {most}")
+    if not 0.5 <= config.gpu.deadline_s <= 600:
+        raise ConfigError(f"gpu.deadline_s: {config.gpu.deadline_s} is not between 0.5 and 600 seconds")
+    for name, path in (("gpu.library", config.gpu.library), ("gpu.pod_resources", config.gpu.pod_resources)):
+        if path and not path.startswith("/"):
+            raise ConfigError(f"{name}: {path!r} is not an absolute path")
     for name, address in (
         ("agent.metrics_listen", a.metrics_listen),
         ("controller.address", config.controller.address),

@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "kernel": {"jobs", "wire"},  # the probe asks which cgroup hierarchies there are
     "jobs": {"wire"},
     "python_stacks": {"kernel"},
-    "sources": {"kernel", "jobs", "python_stacks", "export", "wire"},
+    "gpu": {"kernel", "jobs", "wire"},
+    "sources": {"kernel", "jobs", "python_stacks", "gpu", "export", "wire"},
     "export": {"wire"},
     "ship": {"wire"},
     "top": {"export", "wire", "ship"},
