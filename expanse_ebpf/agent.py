@@ -368,6 +368,10 @@ class Agent:
             if sample.state == JOB_STATE_ENDED and sample.counters.HasField("run_ns"):
                 sample.cpu_ns = max(sample.cpu_ns, sample.counters.run_ns)
         self._describe_collector(report)
+        # The process that asks NVML is part of the collector.
+        report.collector.cpu_ns += report.nvml.cpu_ns
+        if report.nvml.pss_bytes and report.collector.HasField("pss_bytes"):
+            report.collector.pss_bytes += report.nvml.pss_bytes
         return report
 
     def _sample(

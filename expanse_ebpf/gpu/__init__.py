@@ -1,1 +1,1 @@
-"""GPUs: what NVML says of them, in a process of its own, and which job holds which."""
+"""Which job holds and uses which GPU."""

@@ -26,6 +26,7 @@ REGISTRY = {
     "python": "expanse_ebpf.sources.python",
     "network": "expanse_ebpf.sources.network",
     "delays": "expanse_ebpf.sources.delays",
+    "gpu": "expanse_ebpf.sources.gpu",
 }
 
 

@@ -1,0 +1,1 @@
+"""What NVML says of the GPUs: a worker process that asks it, and the agent's side of that."""

@@ -1,0 +1,158 @@
+"""All GPUs of this node, from one tick to the next: the worker's lines in, the report's samples out.
+
+A GPU that was seen once stays in the reports, whatever becomes of it; that it was lost is told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from expanse_ebpf.nvml import reasons
+from expanse_ebpf.nvml.decode import MAX_INSTANCES, Counters, fill, mapping, number
+from expanse_ebpf.wire.collector_pb2 import GpuEvent, GpuSample, NvmlStatus
+
+_MOST = 256  # GPUs and instances
+_MOST_XIDS = 64  # codes of one device
+# What a GPU is known by while NVML says nothing about it.
+_IDENTITY = ("name", "index", "minor", "pci_bus_id", "serial", "mig_enabled")
+
+
+class _Known:
+    """One GPU or MIG instance that was seen."""
+
+    __slots__ = ("counters", "identity", "line", "lost")
+
+    def __init__(self, uuid: str, parent: str) -> None:
+        self.identity = GpuSample(uuid=uuid, parent_uuid=parent)
+        self.counters = Counters()
+        self.line: Mapping[str, Any] | None = None  # of this tick
+        self.lost = 0  # NVML's error since it was lost; 0: it is there
+
+    def sample(self) -> GpuSample:
+        """Its sample of this tick, from its line."""
+        sample = GpuSample(uuid=self.identity.uuid, parent_uuid=self.identity.parent_uuid, state="ok")
+        assert self.line is not None
+        sample.time_ns = number(self.line.get("time_ns")) or 0
+        fill(sample, self.line)
+        self.counters.fill(sample, self.line)
+        for name in _IDENTITY:
+            if sample.HasField(name) if GpuSample.DESCRIPTOR.fields_by_name[name].has_presence else True:
+                setattr(self.identity, name, getattr(sample, name))
+        return sample
+
+    def silent(self, state: str, reason: str) -> GpuSample:
+        """Its sample of a tick without figures."""
+        sample = GpuSample()
+        sample.CopyFrom(self.identity)
+        sample.state = state
+        sample.unavailable["all"] = reason
+        for xid, count in self.counters.xids.items():
+            sample.xids[xid] = count
+        return sample
+
+
+class Devices:
+    """Call take() for each line of a tick, then report()."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._events: list[GpuEvent] = []
+
+    def take(self, line: Mapping[str, Any], now_ns: int) -> None:
+        """A line of the worker; `now_ns` by the wall clock."""
+        event = mapping(line.get("event"))
+        if "xid" in event and isinstance(event.get("uuid"), str):
+            self._xid(event, now_ns)
+        device = mapping(line.get("device"))
+        uuid = device.get("uuid")
+        if isinstance(uuid, str) and uuid:
+            self._take(uuid, "", device)
+            # Whoever reads them expects those of this very tick.
+            for instance in device.get("instances", [])[:MAX_INSTANCES]:
+                self._take(instance["uuid"], uuid, {**instance, "time_ns": device.get("time_ns")})
+
+    def _take(self, uuid: str, parent: str, line: Mapping[str, Any]) -> None:
+        known = self._known.get(uuid)
+        if known is None:
+            if len(self._known) >= _MOST:
+                return
+            known = self._known[uuid] = _Known(uuid, parent)
+        known.line = line
+        known.counters.add(line)
+
+    def _xid(self, event: Mapping[str, Any], now_ns: int) -> None:
+        uuid, xid = event["uuid"], number(event["xid"], (0, 1 << 31))
+        if xid is None:
+            return
+        self._events.append(GpuEvent(time_ns=now_ns, uuid=uuid, kind="xid", xid=int(xid)))
+        known = self._known.get(uuid)
+        if known is not None and (xid in known.counters.xids or len(known.counters.xids) < _MOST_XIDS):
+            known.counters.xids[xid] = known.counters.xids.get(xid, 0) + 1
+
+    def line(self, uuid: str) -> Mapping[str, Any]:
+        """What the worker said of a device in this tick; empty when it said nothing."""
+        known = self._known.get(uuid)
+        return known.line if known is not None and known.line is not None else {}
+
+    def report(
+        self, status: NvmlStatus, listed: frozenset[str] | None, absent: Mapping[str, int], now_ns: int
+    ) -> tuple[list[GpuSample], list[GpuEvent]]:
+        """The samples and events of this tick, by index, each GPU before its instances.
+
+        `listed` and `absent` are the client's.
+        """
+        samples = []
+        for uuid, known in list(self._known.items()):
+            line = known.line
+            if known.identity.parent_uuid:
+                parent = self.line(known.identity.parent_uuid)
+                if line is None and "values" in parent:  # the GPU was divided anew
+                    del self._known[uuid]
+                    continue
+            lost = self._lost(uuid, known, listed, absent)
+            if lost and not known.lost and not known.identity.parent_uuid:
+                self._events.append(GpuEvent(time_ns=now_ns, uuid=uuid, kind="lost"))
+            elif known.lost and line is not None and "values" in line:
+                self._events.append(GpuEvent(time_ns=now_ns, uuid=uuid, kind="back"))
+                known.lost = 0
+            known.lost = lost or known.lost
+            if known.lost:
+                samples.append(known.silent("lost", reasons.sentence(known.lost)))
+            elif line is None:
+                samples.append(known.silent("silent", status.reason or "NVML has not answered in time"))
+            elif "values" not in line:
+                samples.append(known.silent("silent", reasons.sentence(number(line.get("failed")) or 999)))
+            else:
+                samples.append(known.sample())
+        order = {s.uuid: s.index if s.HasField("index") else _MOST for s in samples if not s.parent_uuid}
+        samples.sort(
+            key=lambda s: (
+                *(order.get(s.parent_uuid or s.uuid, _MOST), s.parent_uuid or s.uuid, bool(s.parent_uuid)),
+                *(s.gpu_instance, s.compute_instance, s.uuid),
+            )
+        )
+        events, self._events = self._events, []
+        return samples, events
+
+    def _lost(
+        self, uuid: str, known: _Known, listed: frozenset[str] | None, absent: Mapping[str, int]
+    ) -> int:
+        """NVML's error when it says in this tick that the device is not there; 0: it does not say so."""
+        if known.line is not None:
+            return number(known.line.get("lost", 0)) or 0
+        if known.identity.parent_uuid:
+            parent = self._known.get(known.identity.parent_uuid)
+            return parent.lost if parent is not None else 0
+        if listed is None or uuid in listed:
+            return 0
+        # It gives the device no handle any more: it says why, or does not count it at all.
+        codes = set(absent.values())
+        if codes and not codes <= {reasons.LOST, reasons.RESET_REQUIRED}:
+            return 0
+        return reasons.LOST
+
+    def end_tick(self) -> None:
+        """Forget the lines of this tick."""
+        for known in self._known.values():
+            known.line = None

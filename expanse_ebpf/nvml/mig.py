@@ -1,0 +1,113 @@
+"""MIG: the instances that a GPU is divided into, and what NVML tells of each.
+
+Of an instance NVML has its identity, memory and processes (those stand in its GPU's list); power, clocks,
+temperature and utilisation belong to the whole GPU. Activity comes from GPM alone, per GPU instance.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pynvml
+
+from expanse_ebpf.nvml.gpm import Gpm
+from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings
+
+_PROFILE = re.compile(r"MIG (\S{1,32})$")
+
+
+_MOST = 64
+_GONE = (2, 6)  # invalid argument, not found: the instance was destroyed
+
+
+class _GoneError(Exception):
+    pass
+
+
+class _Instance:
+    def __init__(self, parent: Any, handle: Any, *, profiler: bool) -> None:
+        self.handle = handle
+        self.identity: dict[str, Any] = {
+            "uuid": pynvml.nvmlDeviceGetUUID(handle),
+            "gpu_instance": pynvml.nvmlDeviceGetGpuInstanceId(handle),
+            "compute_instance": pynvml.nvmlDeviceGetComputeInstanceId(handle),
+            "name": pynvml.nvmlDeviceGetName(handle),
+        }
+        profile = _PROFILE.search(self.identity["name"])
+        self.identity["mig_profile"] = profile[1] if profile else ""
+        self._silent = False  # it was taken for gone before, and was still listed
+        self._gpm: Gpm | None = None
+        if profiler:
+            try:
+                self._gpm = Gpm(parent, self.identity["gpu_instance"])
+            except pynvml.NVMLError:
+                self._gpm = None  # said below for each round
+
+    def read(self) -> dict[str, Any]:
+        found = Readings()
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self.handle)
+            found.put("memory_total_bytes", memory.total)
+            found.put("memory_free_bytes", memory.free)
+            found.put("memory_used_bytes", memory.used)
+        except pynvml.NVMLError as error:
+            if error.value in _GONE and not self._silent:
+                self._silent = True
+                raise _GoneError from None
+            found.miss("memory_used_bytes", error.value)
+        result: dict[str, Any] = {**self.identity, "values": found.values, "missing": found.missing}
+        if self._gpm is not None:
+            try:
+                added, missing = self._gpm.read()
+                result["profile"] = {"source": "gpm", "added": added, "missing": missing}
+            except pynvml.NVMLError as error:
+                found.miss("profile", error.value)
+                if error.value in UNSUPPORTED:
+                    self.close()
+        return result
+
+    def close(self) -> None:
+        if self._gpm is not None:
+            self._gpm.close()
+            self._gpm = None
+
+
+class Instances:
+    """The instances of one GPU."""
+
+    def __init__(self, handle: Any, *, profiler: bool) -> None:
+        self._handle = handle
+        self._profiler = profiler
+        self._instances: dict[str, _Instance] = {}  # by UUID
+
+    def read(self, seldom: bool) -> list[dict[str, Any]]:
+        """One round of each instance; they are looked for anew when `seldom`, or when one has gone."""
+        if seldom or not self._instances:
+            self._find()
+        try:
+            return [instance.read() for instance in self._instances.values()]
+        except _GoneError:
+            self._find()
+            return [instance.read() for instance in self._instances.values()]
+
+    def _find(self) -> None:
+        before, self._instances = self._instances, {}
+        for place in range(min(pynvml.nvmlDeviceGetMaxMigDeviceCount(self._handle), _MOST)):
+            try:
+                handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, place)
+                uuid = pynvml.nvmlDeviceGetUUID(handle)
+                known = before.pop(uuid, None)
+                if known is None:
+                    known = _Instance(self._handle, handle, profiler=self._profiler)
+                known.handle = handle
+                self._instances[uuid] = known
+            except pynvml.NVMLError:
+                continue  # there is none at this place
+        for gone in before.values():
+            gone.close()
+
+    def close(self) -> None:
+        """Give NVML's samples back."""
+        while self._instances:
+            self._instances.popitem()[1].close()

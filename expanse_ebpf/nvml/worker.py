@@ -1,0 +1,266 @@
+"""The process that talks to NVML, so that a call that hangs or crashes takes nobody with it.
+
+Lines of JSON: questions come in on stdin, `{"round": n, "at": seconds, …}`, and the answers to each go out
+on stdout, one line for how it stands with NVML, one for each GPU and event, and one for the end. `at` is a
+time of the monotonic clock at which to look. It ends when its stdin does, and dies with its parent.
+
+    python -m expanse_ebpf.nvml.worker --once    # the answers to one question, for a person to read
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+import pynvml
+
+from expanse_ebpf.nvml import reasons
+from expanse_ebpf.nvml.device import Device
+from expanse_ebpf.nvml.process_list import KINDS, ProcessList, read_pid_max
+from expanse_ebpf.nvml.readings import GpuLostError
+
+_PR_SET_PDEATHSIG = 1
+_EMPTY_S = 1.0  # how often the buffers of samples are emptied while no question is due
+_COUNT_S = 30.0  # how often the devices are counted
+_MOST_EVENTS = 64  # in one round
+_MOST_DEVICES = 64
+_MEMORY_ROUNDS = 30  # how often the process looks at its own memory
+_FAILED = 3  # exit status: NVML could not be begun, as was said
+
+
+class Worker:
+    """NVML's devices, in the order in which they are asked."""
+
+    def __init__(self, profiler: bool, seen_us: dict[str, int]) -> None:
+        self._profiler = profiler
+        self._seen_us = seen_us
+        self._devices: dict[str, Device] = {}
+        self.absent: dict[str, int] = {}  # NVML's error by "index N" of devices that it gives no handle of
+        self._events: Any = None
+        self._registered: set[str] = set()
+        self._looked = 0.0  # when the devices were counted
+        self.status: dict[str, Any] = {}
+
+    def begin(self) -> int:
+        """Begin with NVML; its error, 0 for none."""
+        try:
+            pynvml.nvmlInit()
+            self.status = {
+                "driver_version": pynvml.nvmlSystemGetDriverVersion(),
+                "nvml_version": pynvml.nvmlSystemGetNVMLVersion(),
+                "cuda_version": _cuda_version(),
+            }
+            self._find()
+        except pynvml.NVMLError as error:
+            return int(error.value)
+        return 0
+
+    def _find(self) -> None:
+        """Look which devices there are; raises pynvml.NVMLError."""
+        self._looked = time.monotonic()
+        lists = {}
+        pid_max = read_pid_max()
+        for kind in KINDS:
+            with contextlib.suppress(AttributeError):
+                lists[kind] = ProcessList(pynvml.nvmlLib, kind, pid_max)
+        before, self._devices, self.absent = self._devices, {}, {}
+        for index in range(min(pynvml.nvmlDeviceGetCount(), _MOST_DEVICES)):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = pynvml.nvmlDeviceGetUUID(handle)
+            except pynvml.NVMLError as error:
+                self.absent[f"index {index}"] = error.value
+                continue
+            known = before.pop(uuid, None)
+            if known is None:
+                seen_us = self._seen_us.get(uuid, 0)
+                known = Device(handle, uuid, lists, seen_us, profiler=self._profiler)
+                self._register(handle, uuid)
+            self._devices[uuid] = known
+        for gone in before.values():
+            with contextlib.suppress(pynvml.NVMLError):
+                gone.close()
+
+    def _register(self, handle: Any, uuid: str) -> None:
+        """Ask for the device's events; one that has none, or NVML without them, is none the worse."""
+        try:
+            if self._events is None:
+                self._events = pynvml.nvmlEventSetCreate()
+            wanted = pynvml.nvmlEventTypeXidCriticalError & pynvml.nvmlDeviceGetSupportedEventTypes(handle)
+            if wanted and uuid not in self._registered:
+                pynvml.nvmlDeviceRegisterEvents(handle, wanted, self._events)
+                self._registered.add(uuid)
+        except pynvml.NVMLError as error:
+            print(f"no events of {uuid}: {reasons.sentence(error.value)}", file=sys.stderr)
+
+    def order(self, last: list[str]) -> list[str]:
+        """The devices as they will be asked: those in `last`, at which NVML hung before, after the others."""
+        return sorted(self._devices, key=lambda uuid: uuid in last)
+
+    def read(self, uuid: str, *, by_process: bool) -> dict[str, Any]:
+        """One round of one device."""
+        try:
+            return self._devices[uuid].read(by_process=by_process)
+        except GpuLostError as error:
+            return {"uuid": uuid, "lost": error.code}
+        except pynvml.NVMLError as error:
+            return {"uuid": uuid, "failed": error.value}
+
+    def look_again(self) -> None:
+        """Count the devices again when it is time; what fails is tried again next time."""
+        if time.monotonic() - self._looked > _COUNT_S or self.absent:
+            with contextlib.suppress(pynvml.NVMLError):
+                self._find()
+
+    def empty_buffers(self) -> None:
+        """Take the samples that would be lost if nobody asked for long."""
+        for device in self._devices.values():
+            device.empty_buffers()
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since the last call."""
+        found: list[dict[str, Any]] = []
+        while self._events is not None and len(found) < _MOST_EVENTS:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+                uuid = pynvml.nvmlDeviceGetUUID(event.device)
+            except pynvml.NVMLError as error:
+                if error.value != reasons.TIMEOUT:
+                    found.append({"failed": error.value})
+                break
+            if event.eventType & pynvml.nvmlEventTypeXidCriticalError:
+                found.append({"uuid": uuid, "xid": event.eventData})
+        return found
+
+
+def _cuda_version() -> str:
+    with contextlib.suppress(pynvml.NVMLError):
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return f"{version // 1000}.{version % 1000 // 10}"
+    return ""
+
+
+def _say(number: int, **line: Any) -> None:
+    """One line, in one write: a GPU that was read is told before the next one is asked."""
+    os.write(1, json.dumps({"round": number, **line}, separators=(",", ":")).encode() + b"\n")
+
+
+def _begin(question: dict[str, Any], library: str, profiler: bool) -> Worker | None:
+    code = 0
+    if library:
+        try:  # what is loaded already is found by its SONAME, whoever asks for libnvidia-ml.so.1
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            print(error, file=sys.stderr)
+            code = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    worker = Worker(profiler, question.get("seen", {}))
+    code = code or worker.begin()
+    if code:
+        _say(question["round"], nvml={"code": code})
+        return None
+    return worker
+
+
+def _answer(worker: Worker, question: dict[str, Any]) -> None:
+    number = question["round"]
+    began = time.monotonic_ns()
+    worker.look_again()
+    order = worker.order(question.get("last", []))
+    _say(number, nvml={**worker.status, "order": order, "absent": worker.absent})
+    by_process = question.get("by_process", [])
+    for uuid in order:
+        _say(number, device={**worker.read(uuid, by_process=uuid in by_process), "time_ns": time.time_ns()})
+    for event in worker.events():
+        _say(number, event=event)
+    own = {"cpu_ns": time.process_time_ns()}
+    if number % _MEMORY_ROUNDS == 1:
+        own["pss_bytes"] = _own_pss()
+    _say(number, end=time.monotonic_ns() - began, **own)
+
+
+def _own_pss() -> int:
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/smaps_rollup", "rb") as file:
+        for line in file:
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class _Questions:
+    """Lines from stdin. None: there will be no more."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next question; an empty one when none has come in time."""
+        while b"\n" not in self._data:
+            if not select.select([0], [], [], timeout_s)[0]:
+                return {}
+            data = os.read(0, 65536)
+            if not data:
+                return None
+            self._data += data
+        line, _, self._data = self._data.partition(b"\n")
+        question: dict[str, Any] = json.loads(line)
+        return question
+
+
+def _serve(library: str, profiler: bool) -> int:
+    questions = _Questions()
+    worker: Worker | None = None
+    while True:
+        question = questions.next(_EMPTY_S)
+        if question is None:
+            return 0
+        if not question:
+            if worker is not None:
+                worker.empty_buffers()
+            continue
+        if worker is None:
+            worker = _begin(question, library, profiler)
+            if worker is None:
+                return _FAILED
+        while (wait := question["at"] - time.monotonic()) > 0:
+            # A sleep that ends when stdin does.
+            poller = select.poll()
+            poller.register(0, 0)  # hang-ups are told always
+            if poller.poll(min(wait, _EMPTY_S) * 1000):
+                return 0
+            if wait > _EMPTY_S:
+                worker.empty_buffers()
+        _answer(worker, question)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it has gone already
+        sys.exit(0)
+
+
+def main(arguments: list[str]) -> int:
+    """The command line: --library PATH, --profiler, --once."""
+    library = arguments[arguments.index("--library") + 1] if "--library" in arguments else ""
+    profiler = "--profiler" in arguments
+    if "--once" in arguments:
+        question = {"round": 1, "at": 0.0}
+        worker = _begin(question, library, profiler)
+        if worker is None:
+            return _FAILED
+        _answer(worker, question)
+        return 0
+    _die_with_parent()
+    with contextlib.suppress(BrokenPipeError):
+        return _serve(library, profiler)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
