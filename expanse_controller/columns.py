@@ -45,6 +45,16 @@ _NETWORK = (
     "error_packets",
 )
 _DELAYS = ("cpu_ns", "block_io_ns", "swap_in_ns", "memory_reclaim_ns")
+_GPU = (
+    "busy_ns",
+    "measured_ns",
+    "sm_active_ns",
+    "profiled_ns",
+    "energy_mj",
+    "power_mw",
+    "memory_bytes",
+    "memory_total_bytes",
+)
 
 COLUMNS: tuple[str, ...] = (
     "state",
@@ -54,6 +64,8 @@ COLUMNS: tuple[str, ...] = (
     *(f"{kind}_pressure_{part}_us" for kind in _PRESSURE for part in ("some", "full")),
     *(f"network_{field}" for field in _NETWORK),
     *(f"delay_{field}" for field in _DELAYS),
+    "gpus",
+    *(f"gpu_{field}" for field in _GPU),
 )
 
 Value = int | float | None
@@ -88,4 +100,10 @@ def values(sample: JobSample) -> list[Value]:
         row += [getattr(delays, name) if delays.HasField(name) else None for name in _DELAYS]
     else:
         row += [None] * len(_DELAYS)
+    if sample.HasField("gpu"):
+        gpu = sample.gpu
+        row.append(len({hold.uuid for hold in gpu.holds}))
+        row += [getattr(gpu, name) if gpu.HasField(name) else None for name in _GPU]
+    else:
+        row += [None] * (1 + len(_GPU))
     return [None if value is not None and value > MAX_INTEGER else value for value in row]

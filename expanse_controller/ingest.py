@@ -21,6 +21,7 @@ from expanse_controller.limits import (
     MAX_PROFILES,
     REMEDIES,
     checked,
+    drop_absurd_gpus,
     drop_absurd_jobs,
     node_fault,
     report_fault,
@@ -65,6 +66,7 @@ class Figures:
     replayed: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     jobs_refused: int = 0
+    gpus_refused: int = 0
     profiles: int = 0
     profile_bytes: int = 0
     profiles_refused: Counter[str] = field(default_factory=Counter)  # by reason
@@ -184,6 +186,7 @@ class Ingest:
                     stream.changed.set()
                 continue
             self.figures.jobs_refused += drop_absurd_jobs(report)
+            self.figures.gpus_refused += drop_absurd_gpus(report)
             report.node.CopyFrom(stream.node)
             profiles: Sequence[JobProfile] = ()
             if report.profiles:

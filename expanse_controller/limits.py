@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from expanse_ebpf.export.pprof import VALUES
-from expanse_ebpf.wire.collector_pb2 import JobIdentity, JobProfile, NodeIdentity, Report
+from expanse_ebpf.wire.collector_pb2 import (
+    GpuEvent,
+    GpuSample,
+    JobGpu,
+    JobIdentity,
+    JobProfile,
+    NodeIdentity,
+    NvmlStatus,
+    Report,
+)
 from expanse_ebpf.wire.profile_pb2 import Profile
 from expanse_ebpf.wire.transport import MAX_PROFILE_BYTES, MAX_PROFILE_PLAIN_BYTES
 
@@ -20,6 +29,11 @@ MAX_NAME = 512
 MAX_TEXT = 1024
 MAX_ENTRIES = 256  # labels, containers, GPUs
 MAX_IDENTITY_BYTES = 64 * 1024
+MAX_GPUS = 256  # MIG instances among them
+MAX_GPU_EVENTS = 1000
+MAX_GPU_PROCESSES = 4096
+MAX_GPU_BYTES = 256 * 1024
+MAX_UUID = 128
 # In one report; profiles beyond are refused.
 MAX_PROFILES = 1000
 MAX_PROFILE_NS = 3600 * 1_000_000_000
@@ -85,6 +99,75 @@ def _is_valid_job(job: JobIdentity) -> bool:
         and max(len(job.labels), len(job.containers), len(job.gpus)) <= MAX_ENTRIES
         and job.ByteSize() <= MAX_IDENTITY_BYTES
     )
+
+
+def drop_absurd_gpus(report: Report) -> int:
+    """Take out of `report` what it says of GPUs and cannot be; how many messages that were.
+
+    A job that loses its GPUs keeps everything else.
+    """
+    dropped = _cut(report.gpus, MAX_GPUS, _is_valid_gpu)
+    dropped += _cut(report.gpu_events, MAX_GPU_EVENTS, _is_valid_event)
+    for sample in report.jobs:
+        if sample.HasField("gpu") and not _is_valid_job_gpu(sample.gpu):
+            sample.ClearField("gpu")
+            dropped += 1
+    if report.HasField("nvml") and not _is_valid_nvml(report.nvml):
+        report.ClearField("nvml")
+        dropped += 1
+    return dropped
+
+
+def _cut(messages: Any, most: int, is_valid: Callable[[Any], bool]) -> int:
+    """Leave the first `most` valid ones in a repeated field; how many have gone."""
+    kept = 0
+    absurd = []
+    for place, message in enumerate(messages):
+        if kept < most and is_valid(message):
+            kept += 1
+        else:
+            absurd.append(place)
+    for place in reversed(absurd):
+        del messages[place]
+    return len(absurd)
+
+
+def _is_uuid(text: str) -> bool:
+    return 0 < len(text) <= MAX_UUID and text.isprintable()
+
+
+def _is_valid_gpu(gpu: GpuSample) -> bool:
+    texts = (gpu.name, gpu.parent_uuid, gpu.pci_bus_id, gpu.serial, gpu.mig_profile, gpu.state)
+    entries = (gpu.holders, gpu.conflicts, gpu.xids, gpu.throttled_ns, gpu.unavailable)
+    return (
+        _is_uuid(gpu.uuid)
+        and max(map(len, texts)) <= MAX_TEXT
+        and max(map(len, entries)) <= MAX_ENTRIES
+        and len(gpu.processes) <= MAX_GPU_PROCESSES
+        and gpu.ByteSize() <= MAX_GPU_BYTES
+    )
+
+
+def _is_valid_event(event: GpuEvent) -> bool:
+    return (
+        _is_uuid(event.uuid)
+        and len(event.kind) <= MAX_TEXT
+        and len(event.holders) <= MAX_ENTRIES
+        and event.ByteSize() <= MAX_IDENTITY_BYTES
+    )
+
+
+def _is_valid_job_gpu(gpu: JobGpu) -> bool:
+    return (
+        max(len(gpu.holds), len(gpu.conflicts), len(gpu.unknown)) <= MAX_ENTRIES
+        and all(_is_uuid(hold.uuid) for hold in gpu.holds)
+        and gpu.ByteSize() <= MAX_IDENTITY_BYTES
+    )
+
+
+def _is_valid_nvml(nvml: NvmlStatus) -> bool:
+    texts = (nvml.code, nvml.reason, nvml.driver_version, nvml.nvml_version, nvml.cuda_version)
+    return max(map(len, texts)) <= MAX_TEXT
 
 
 class Checked(NamedTuple):

@@ -85,6 +85,11 @@ def _own(figures: Figures, store_bytes: int) -> Iterator[Metric]:
         value=figures.jobs_refused,
     )
     yield CounterMetricFamily(
+        "expanse_controller_gpus_refused",
+        "GPUs, their events, and what jobs say of GPUs, left out of reports because they are absurd.",
+        value=figures.gpus_refused,
+    )
+    yield CounterMetricFamily(
         "expanse_controller_profiles_stored", "Profiles of jobs stored.", value=figures.profiles
     )
     yield CounterMetricFamily(

@@ -11,7 +11,7 @@ from pathlib import Path
 from expanse_controller.columns import COLUMNS
 from expanse_controller.errors import ControllerError
 
-VERSION = 2
+VERSION = 3
 APPLICATION_ID = 0x45584250  # "EXBP"
 
 # Each commit writes whole pages, most of them changed by some hundred bytes, so small pages keep the
@@ -90,8 +90,19 @@ _TABLES = (
     ) WITHOUT ROWID""",
     *_PROFILES,
 )
-# What brings a file of an older version to the next, by that version.
-_STEPS = {1: _PROFILES}
+# What brings a file of an older version to the next, by that version. A step stays as it is when COLUMNS
+# grows: the file that it makes is then brought further by the next one. Added columns are NULL in rows that
+# are there already, and no row is written anew.
+_STEPS = {
+    1: _PROFILES,
+    2: tuple(
+        f"ALTER TABLE samples ADD COLUMN {name}"
+        for name in (
+            *("gpus", "gpu_busy_ns", "gpu_measured_ns", "gpu_sm_active_ns", "gpu_profiled_ns"),
+            *("gpu_energy_mj", "gpu_power_mw", "gpu_memory_bytes", "gpu_memory_total_bytes"),
+        )
+    ),
+}
 
 
 def lock(path: Path) -> int:

@@ -18,7 +18,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +28,12 @@ from google.protobuf.message import DecodeError, Message
 from expanse_ebpf.errors import ConfigError, ExpanseError, UnavailableError
 from expanse_ebpf.wire.collector_pb2 import (
     CollectorSample,
+    GpuEvent,
+    GpuHolder,
+    GpuProcess,
+    GpuSample,
     HostSample,
+    JobSample,
     NodeReply,
     NodeRequest,
     ProcessesReply,
@@ -51,6 +56,21 @@ MAX_PROFILES_PER_UID = 2
 MAX_PENDING_ALL = HISTORY_BYTES + (4 << 20)  # bytes not yet taken by a client who sees everything
 MAX_PENDING_USER = 1 << 20  # the same for anyone else
 QUIET_S = 10.0  # a client that neither watches nor asks is dropped after this time
+
+# Of a GPU everyone sees the plain numbers, and of the rest these; what is added later stays with root.
+GPU_FIELDS = frozenset(
+    (
+        *("uuid", "parent_uuid", "name", "pci_bus_id", "serial", "mig_profile", "state"),
+        *("throttled_ns", "xids", "profile", "unavailable"),
+    )
+)
+_ROOTS_GPU_FIELDS = tuple(
+    field.name
+    for field in GpuSample.DESCRIPTOR.fields
+    if (field.message_type is not None or field.type in (field.TYPE_STRING, field.TYPE_BYTES))
+    and field.name not in GPU_FIELDS
+)
+HIDDEN_CONFLICT = "not shown: it may name jobs of other users"
 
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
@@ -96,15 +116,64 @@ def visible(report: Report, uid: int) -> Report:
         SourceStatus(name=s.name, up=s.up, reason=s.reason, sample_ns=s.sample_ns)
         for s in report.collector.sources
     )
-    return Report(
+    own: list[JobSample] = []
+    others: list[JobSample] = []
+    for job in report.jobs:
+        (own if job.identity.HasField("uid") and job.identity.uid == uid else others).append(job)
+    seen = Report(
         node=report.node,
         sequence=report.sequence,
         time_ns=report.time_ns,
         interval_ns=report.interval_ns,
-        jobs=[job for job in report.jobs if job.identity.HasField("uid") and job.identity.uid == uid],
+        jobs=own,
         host=host,
         collector=collector,
+        gpus=_visible_gpus(report, own, others),
+        gpu_events=[_visible_event(event, own) for event in report.gpu_events],
     )
+    if report.HasField("nvml"):
+        seen.nvml.CopyFrom(report.nvml)
+    strangers = {h.name for gpu in report.gpus for h in gpu.holders if h.name and not h.scheduler}
+    foreign = {_key(job) for job in others} | strangers
+    for job in seen.jobs:
+        if job.gpu.conflicts:
+            words = [HIDDEN_CONFLICT if any(f in w for f in foreign) else w for w in job.gpu.conflicts]
+            job.gpu.conflicts[:] = words
+    return seen
+
+
+def _visible_gpus(report: Report, own: Sequence[JobSample], others: Sequence[JobSample]) -> list[GpuSample]:
+    """The node's GPUs; each holder and process that is not of the user's jobs leaves an empty entry.
+
+    So do contradictions leave their number: the words may name any job.
+    """
+    # A process has its job's key without a run, and users may give their jobs the same name.
+    keys = {_key(job) for job in own} - {_key(job) for job in others}
+    found = []
+    for gpu in report.gpus:
+        seen = GpuSample()
+        seen.CopyFrom(gpu)
+        for name in _ROOTS_GPU_FIELDS:
+            seen.ClearField(name)
+        seen.processes.extend(p if p.job in keys else GpuProcess() for p in gpu.processes)
+        seen.holders.extend(_visible_holders(gpu.holders, own))
+        seen.conflicts.extend(HIDDEN_CONFLICT for _ in gpu.conflicts)
+        found.append(seen)
+    return found
+
+
+def _visible_event(event: GpuEvent, own: Sequence[JobSample]) -> GpuEvent:
+    holders = _visible_holders(event.holders, own)
+    return GpuEvent(time_ns=event.time_ns, uuid=event.uuid, kind=event.kind, xid=event.xid, holders=holders)
+
+
+def _visible_holders(holders: Iterable[GpuHolder], own: Iterable[JobSample]) -> list[GpuHolder]:
+    runs = {(job.identity.scheduler, job.identity.id, job.identity.run) for job in own}
+    return [h if (h.scheduler, h.id, h.run) in runs else GpuHolder() for h in holders]
+
+
+def _key(job: JobSample) -> str:
+    return f"{job.identity.scheduler}/{job.identity.id}"
 
 
 class _Client:

@@ -24,9 +24,12 @@ from hypothesis import strategies as st
 from expanse_ebpf import node_socket
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.export import pprof
-from expanse_ebpf.node_socket import NodeSocket, frame, visible
+from expanse_ebpf.node_socket import GPU_FIELDS, HIDDEN_CONFLICT, NodeSocket, frame, visible
 from expanse_ebpf.top import client
 from expanse_ebpf.wire.collector_pb2 import (
+    GpuHolder,
+    GpuProcess,
+    GpuSample,
     NodeReply,
     NodeRequest,
     ProcessesRequest,
@@ -35,6 +38,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     WatchProfileRequest,
     WatchRequest,
 )
+from tests.top.gpu_reports import gpu_report
 from tests.top.serving import ServedNode, make_report
 
 ROOT = Path(__file__).parents[1]
@@ -211,6 +215,64 @@ def test_visible_hides_what_sources_say_of_others() -> None:
     assert not seen.collector.sources[0].unavailable
     assert [s.reason for s in seen.collector.sources] == ["", "switched off"]
     assert report.collector.sources[0].unavailable  # the original is as it was
+
+
+def test_a_user_sees_every_gpu_and_of_who_uses_it_only_their_own_jobs() -> None:
+    report = gpu_report(1)
+    report.gpus[2].processes.add(pid=4200, kind="compute", job="slurm/4411", resolved=True)
+    report.jobs[1].gpu.conflicts.append("its process 4100 uses GPU-0, which it does not hold")
+    seen = visible(report, 1001)  # who has job 4412
+    assert [gpu.uuid for gpu in seen.gpus] == [gpu.uuid for gpu in report.gpus]
+    for gpu, whole in zip(seen.gpus, report.gpus, strict=True):
+        for field in ("processes", "holders", "conflicts"):
+            assert len(getattr(gpu, field)) == len(getattr(whole, field))
+            gpu.ClearField(field)
+        figures = GpuSample.FromString(whole.SerializeToString())
+        for field in ("processes", "holders", "conflicts"):
+            figures.ClearField(field)
+        assert gpu == figures
+    seen, whole_gpus = visible(report, 1001), report.gpus
+    assert list(seen.gpus[0].holders) == [GpuHolder()]
+    assert list(seen.gpus[0].processes) == [GpuProcess()]
+    assert list(seen.gpus[2].holders) == [whole_gpus[2].holders[0], GpuHolder()]
+    assert list(seen.gpus[2].processes) == [whole_gpus[2].processes[0], GpuProcess(), GpuProcess()]
+    assert list(seen.gpu_events[0].holders) == list(seen.gpus[2].holders)
+    assert (seen.gpu_events[0].uuid, seen.gpu_events[0].xid) == (whole_gpus[2].uuid, 79)
+    assert seen.nvml == report.nvml
+    # Its own contradictions stay, unless they name somebody else.
+    assert list(seen.jobs[0].gpu.conflicts) == [HIDDEN_CONFLICT, report.jobs[1].gpu.conflicts[1]]
+    for secret in (b"4411", b"4413", b"notebook", b"resnet50"):
+        assert secret not in seen.SerializeToString()
+        assert secret in report.SerializeToString()  # which is as it was
+
+
+def test_jobs_of_the_same_name_do_not_show_each_others_processes() -> None:
+    report = gpu_report(1)
+    for job in report.jobs[:2]:
+        job.identity.scheduler, job.identity.id = "run", "train"
+    for gpu in report.gpus[:2]:
+        gpu.processes[0].job = "run/train"
+        gpu.holders[0].scheduler, gpu.holders[0].id = "run", "train"
+    for uid, holders in ((1000, 2), (1001, 0)):
+        seen = visible(report, uid)
+        assert [list(gpu.processes) for gpu in seen.gpus[:2]] == [[GpuProcess()]] * 2
+        assert sum(gpu.holders[0].run == 1000 for gpu in seen.gpus[:2]) == holders
+
+
+def test_what_is_added_to_gpus_later_stays_with_root_unless_it_is_a_number() -> None:
+    texts = {
+        field.name
+        for field in GpuSample.DESCRIPTOR.fields
+        if field.message_type is not None or field.type in (field.TYPE_STRING, field.TYPE_BYTES)
+    }
+    assert texts - GPU_FIELDS == {"processes", "holders", "conflicts"}
+    assert texts >= GPU_FIELDS
+
+
+def test_a_user_without_jobs_of_their_own_sees_a_report_without_gpus_as_it_is() -> None:
+    seen = visible(make_report(1), 65534)
+    assert not seen.HasField("nvml")
+    assert (len(seen.gpus), len(seen.gpu_events)) == (0, 0)
 
 
 def test_a_report_is_filtered_once_per_user(

@@ -9,7 +9,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import click
@@ -18,12 +19,14 @@ from expanse_ebpf import config
 from expanse_ebpf.errors import ConfigError, UnavailableError, UnknownJobError
 from expanse_ebpf.top import plain, text
 from expanse_ebpf.top.columns import SORT_KEYS
+from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.feed import Feed, LocalFeed, RemoteFeed
-from expanse_ebpf.top.rates import Rates, Values
-from expanse_ebpf.wire.collector_pb2 import JobIdentity, Report
+from expanse_ebpf.top.rates import Rates
+from expanse_ebpf.wire.collector_pb2 import GpuEvent, JobIdentity, JobSample, Report
 
 FIRST_REPORT_S = 10.0  # how long `--once` waits for any report
 SECOND_REPORT_S = 3.0  # and then for another, since one report gives no rates
+MOST_EVENTS = 1000  # of GPUs, kept of reports that are passed over
 
 
 @click.command(
@@ -32,6 +35,7 @@ SECOND_REPORT_S = 3.0  # and then for another, since one report gives no rates
 Examples:
   expanse-ebpf top                                  live; ? shows the keys
   expanse-ebpf top --once | less                    one table
+  expanse-ebpf top --once --gpus                    one line per GPU and MIG instance
   expanse-ebpf top --once --json --job slurm/123    one object, for scripts
   expanse-ebpf top --json --count 60 > minute.jsonl
   expanse-ebpf top --controller head:9777 --node gpu017
@@ -43,7 +47,10 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
 @click.option(
     "--json", "as_json", is_flag=True, help="JSON; without --once one object per line and interval."
 )
-@click.option("--job", "jobs", metavar="KEY", multiple=True, help="Only this job; may be repeated.")
+@click.option("--gpus", is_flag=True, help="The node's GPUs instead of its jobs; live, g does the same.")
+@click.option(
+    "--job", "jobs", metavar="KEY", multiple=True, help="Only this job and its GPUs; may be repeated."
+)
 @click.option(
     "--sort", type=click.Choice(SORT_KEYS), default="cpu", show_default=True, help="Column to sort by."
 )
@@ -56,6 +63,7 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
 def command(
     once: bool,
     as_json: bool,
+    gpus: bool,
     jobs: tuple[str, ...],
     sort: str,
     every: float | None,
@@ -70,6 +78,8 @@ def command(
     On a terminal it is a live view; anywhere else one table, or one every --every SECONDS. Root sees
     every job, a user their own.
     """
+    if gpus and as_json:
+        raise ConfigError("--gpus chooses the table; leave it out, --json has jobs and GPUs alike")
     feed = _feed(socket, controller, node)
     selection = Selection(jobs, feed.where)
     locale = text.Locale(ascii_only or not text.locale_is_utf8(os.environ))
@@ -78,14 +88,14 @@ def command(
     if not once and not paced and interactive and _can_draw(locale):
         from expanse_ebpf.top.app import TopApp  # 50 MiB that a plain table does without
 
-        app = TopApp(feed, selection.keep, selection.require, sort)
+        app = TopApp(feed, selection.keep, selection.require, sort, gpus)
         app.run()
         if app.failure is not None:
             raise app.failure
         return
     if once or not (paced or interactive):
         count = 1
-    show = _json if as_json else lambda snapshot: _table(snapshot, sort, locale)
+    show = _json if as_json else lambda snapshot: _table(snapshot, sort, locale, gpus)
     snapshots = _snapshots(feed, selection, every, keys=interactive and count is None)
     try:
         for shown, snapshot in enumerate(snapshots, 1):
@@ -118,12 +128,15 @@ class Selection:
                 matches(JobIdentity(), key)  # a malformed key is told before anything else
 
     def keep(self, report: Report) -> Report:
-        """`report` with only these jobs."""
-        for i in reversed(range(len(report.jobs))) if self._keys else ():
+        """`report` with only these jobs, their GPUs and what happened to those."""
+        if not self._keys:
+            return report
+        for i in reversed(range(len(report.jobs))):
             hits = [key for key in self._keys if self._matches(report.jobs[i].identity, key)]
             self._missing = [key for key in self._missing if key not in hits]
             if not hits:
                 del report.jobs[i]
+        _keep_gpus_of(report.jobs, report)
         return report
 
     def require(self) -> None:
@@ -134,6 +147,20 @@ class Selection:
                 f"no job {self._missing[0]}{whose} at {self._where}; "
                 "`expanse-ebpf top --once` lists those there are"
             )
+
+
+def _keep_gpus_of(jobs: Iterable[JobSample], report: Report) -> None:
+    """Take away the GPUs and instances that none of `jobs` holds, except the GPU that an instance is of."""
+    runs = {(job.identity.scheduler, job.identity.id, job.identity.run) for job in jobs}
+    held = {hold.uuid for job in jobs for hold in job.gpu.holds}
+    held |= {g.uuid for g in report.gpus if any((h.scheduler, h.id, h.run) in runs for h in g.holders)}
+    held |= {gpu.parent_uuid for gpu in report.gpus if gpu.uuid in held}
+    for i in reversed(range(len(report.gpus))):
+        if report.gpus[i].uuid not in held:
+            del report.gpus[i]
+    for i in reversed(range(len(report.gpu_events))):
+        if report.gpu_events[i].uuid not in held:
+            del report.gpu_events[i]
 
 
 def _feed(socket: str | None, controller: str | None, node: str | None) -> Feed:
@@ -169,8 +196,8 @@ def _snapshots(
 ) -> Generator[Values, None, None]:
     """The newest snapshot, with rates where a second report can be had, then each later one.
 
-    With `every` no more than one in that many seconds, its rates over all of them. Ends when q was
-    pressed, where `keys` are read.
+    With `every` no more than one in that many seconds, its rates over all of them and with the GPUs'
+    events of all. Ends when q was pressed, where `keys` are read.
     """
     rates = Rates()
     with _arrivals(feed, keys) as arrivals:
@@ -184,13 +211,21 @@ def _snapshots(
         shown = time.monotonic()
         selection.require()
         yield snapshot
+        passed_over: deque[GpuEvent] = deque(maxlen=MOST_EVENTS)
         while True:
             report = _next(arrivals, None)
+            if report is None:
+                continue
             now = time.monotonic()
+            age_s, report = feed.age(report), selection.keep(report)
+            passed_over.extend(report.gpu_events)
             # Reports come at the agent's pace, so "every 5 s" is at the report nearest to that.
-            if report is not None and (every is None or now - shown >= every * 0.9):
+            if every is None or now - shown >= every * 0.9:
                 shown = now
-                yield rates.add(selection.keep(report), feed.age(report))
+                del report.gpu_events[:]
+                report.gpu_events.extend(passed_over)
+                passed_over.clear()
+                yield rates.add(report, age_s)
 
 
 class _UserQuitError(Exception):
@@ -253,11 +288,11 @@ def _single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _table(snapshot: Values, sort: str, locale: text.Locale) -> str:
+def _table(snapshot: Values, sort: str, locale: text.Locale, gpus: bool) -> str:
     if sys.stdout is None or not sys.stdout.isatty():
-        return plain.render(snapshot, sort=sort, locale=locale)
+        return plain.render(snapshot, sort=sort, locale=locale, devices=gpus)
     width, height = shutil.get_terminal_size()
-    return plain.render(snapshot, width, height, sort, locale)
+    return plain.render(snapshot, width, height, sort, locale, gpus)
 
 
 def _json(snapshot: Values, indent: int | None = None) -> str:

@@ -7,49 +7,16 @@ prometheus_client.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from expanse_ebpf.config import COUNTERS
 from expanse_ebpf.export import readers
-from expanse_ebpf.export.readers import MICRO, NANO, Reader, cases, figure, hardware
+from expanse_ebpf.export.declaration import GPU, JOB, NODE, Metric
+from expanse_ebpf.export.declaration import job_metric as _job
+from expanse_ebpf.export.declaration import node_metric as _node
+from expanse_ebpf.export.gpu_metrics import GPU_METRICS, JOB_GPU_METRICS, NVML_METRICS
+from expanse_ebpf.export.readers import MICRO, NANO, cases, figure, hardware
 from expanse_ebpf.wire.collector_pb2 import JobSample, Report
-
-NODE = ("node",)
-# `job` and `instance` belong to whoever scrapes. `run` keeps two runs of one job id apart: without it a
-# requeued job's counters would go backwards, and its old and new run could meet on one page.
-JOB = ("node", "scheduler", "job_id", "run")
-
-
-class Metric(NamedTuple):
-    """One metric family."""
-
-    name: str  # as on the page; what ends in _total is a counter, in _info always 1, the rest are gauges
-    unit: str
-    help: str
-    source: str  # where the figure comes from
-    labels: tuple[str, ...]
-    read: Reader  # from a JobSample when the labels begin with JOB, else from a Report
-
-    @property
-    def kind(self) -> str:
-        """`counter`, `info` or `gauge`."""
-        return {"total": "counter", "info": "info"}.get(self.name.rpartition("_")[2], "gauge")
-
-
-def _job(name: str, unit: str, text: str, source: str, read: Reader | str, *labels: str) -> Metric:
-    """A metric of a job; `read` may be a field's path, whose suffix says what it is counted in."""
-    if isinstance(read, str):
-        read = figure(JobSample, read, NANO if read.endswith("_ns") else MICRO if read.endswith("_us") else 1)
-    return Metric(f"expanse_job_{name}", unit, text, source, JOB + labels, read)
-
-
-def _node(name: str, unit: str, text: str, source: str, read: Reader | str, *labels: str) -> Metric:
-    """A metric of a node; `read` as for a job. A path with a `!`: 0 means that nobody has set it."""
-    if isinstance(read, str):
-        path = read.rstrip("!")
-        read = figure(Report, path, NANO if path.endswith("_ns") else 1, positive=path != read)
-    return Metric(f"expanse_{name}", unit, text, source, NODE + labels, read)
-
 
 # fmt: off
 _SOFTWARE = (
@@ -123,6 +90,7 @@ JOB_METRICS = (
     _job("python_samples_total", "samples", "Samples that found the job on a CPU, of which its Python stacks are made.", "perf event, read by BPF", "python.samples"),
     _job("python_unresolved_total", "samples", "Of these samples, those without a Python stack, by reason.", "perf event, read by BPF", readers.python_unresolved, "reason"),
     _job("delay_seconds_total", "seconds", "Time that the job's threads waited, by cause.", "taskstats", _DELAYS, "cause"),
+    *JOB_GPU_METRICS,
 )
 
 NODE_METRICS = (
@@ -131,7 +99,7 @@ NODE_METRICS = (
     _node("report_timestamp_seconds", "seconds", "When the newest report was made, by the node's clock (Unix time).", "reports", "time_ns!"),
     _node("report_interval_seconds", "seconds", "Time between the newest report and the one before it.", "reports", "interval_ns!"),
     _node("jobs", "jobs", "Jobs in the newest report.", "reports", readers.jobs),
-    _node("unavailable_jobs", "jobs", "Jobs that lack a figure, by figure and reason.", "reports", readers.unavailable_jobs, "field", "reason"),
+    _node("unavailable_jobs", "jobs", "Jobs that lack a figure, by figure and reason.", "reports", readers.unavailable("jobs", readers.MAX_REASONS), "field", "reason"),
     _node("duplicate_jobs", "jobs", "Jobs left out of the page since they have no id or the id of another one.", "reports", readers.nothing),
     _node("unattributed_cgroups", "cgroups", "Cgroups of a form that is not known; they count as no job's.", "cgroup tree", "host.unattributed_cgroups"),
     _node("overflow_jobs", "jobs", "Jobs past the limit `agent.max_jobs`; they have no series of their own.", "agent", "host.overflow_jobs"),
@@ -160,16 +128,21 @@ NODE_METRICS = (
     _node("source_up", "0 or 1", "1 when the source of samples works.", "agent", readers.sources("up"), "source"),
     _node("source_sample_seconds", "seconds", "Time that the source's last sample took.", "agent", readers.sources("sample_ns", NANO), "source"),
     _node("source_unavailable_info", "", "What a source cannot give, and why; part `all`: the whole source.", "agent", readers.source_missing, "source", "part", "reason"),
+    *NVML_METRICS,
 )
 # fmt: on
 
-METRICS = JOB_METRICS + NODE_METRICS
+METRICS = JOB_METRICS + GPU_METRICS + NODE_METRICS
 
 
 def markdown() -> str:
     """The tables of docs/metrics.md."""
     lines = []
-    for title, own, metrics in (("Jobs", JOB, JOB_METRICS), ("Nodes and the collector", NODE, NODE_METRICS)):
+    for title, own, metrics in (
+        ("Jobs", JOB, JOB_METRICS),
+        ("GPUs and MIG instances", GPU, GPU_METRICS),
+        ("Nodes and the collector", NODE, NODE_METRICS),
+    ):
         common = ", ".join(f"`{label}`" for label in own)
         lines += [f"## {title}", "", f"Labels of all of these: {common}.", ""]
         lines += ["| metric | type | unit | more labels | meaning | source |", "|---|---|---|---|---|---|"]

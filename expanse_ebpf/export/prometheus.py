@@ -22,7 +22,10 @@ from prometheus_client.registry import Collector
 
 from expanse_ebpf.config import split_address
 from expanse_ebpf.errors import UnavailableError
-from expanse_ebpf.export.metrics import JOB_METRICS, METRICS, NODE_METRICS, Metric
+from expanse_ebpf.export.declaration import Metric
+from expanse_ebpf.export.gpu_metrics import GPU_METRICS
+from expanse_ebpf.export.gpu_readers import MAX_GPUS
+from expanse_ebpf.export.metrics import JOB_METRICS, METRICS, NODE_METRICS
 from expanse_ebpf.wire.collector_pb2 import Report
 
 LABEL_LIMIT = 1024  # characters; the stores that scrape cut or refuse longer values
@@ -88,6 +91,15 @@ def families(report: Report, *, up: bool = True) -> Iterator[Family]:
                 for metric in JOB_METRICS:
                     page.add(metric, key, job)
         page.put("expanse_duplicate_jobs", (name,), len(report.jobs) - len(keys))
+        uuids: set[str] = set()
+        for gpu in report.gpus:
+            uuid = clean(gpu.uuid)
+            if uuid and uuid not in uuids and len(uuids) < MAX_GPUS:
+                uuids.add(uuid)
+                for metric in GPU_METRICS:
+                    page.add(metric, (name, uuid), gpu)
+        if report.gpus:
+            page.put("expanse_unlisted_gpus", (name,), len(report.gpus) - len(uuids))
     return page.families()
 
 

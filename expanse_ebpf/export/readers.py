@@ -23,7 +23,9 @@ from expanse_ebpf.wire.collector_pb2 import (
 Row = tuple[tuple[str, ...], float]
 Reader = Callable[[Any], Iterable[Row]]
 
-NANO, MICRO = 1e9, 1e6
+NANO, MICRO, MILLI = 1e9, 1e6, 1e3
+# Dividing by it is exact for whole numbers: it is off by less than half of what a double can tell apart.
+MEGA = 1e-6
 STATES = {
     JOB_STATE_STARTING: "starting",
     JOB_STATE_RUNNING: "running",
@@ -111,7 +113,7 @@ def interfaces(field: str) -> Reader:
 
 JOB_INFO = (
     *("name", "user", "uid", "account", "partition", "array", "sluid", "id_source", "pod_uid", "qos"),
-    *("gpus", "cgroup"),
+    *("gpus", "gpus_source", "cgroup"),
 )
 
 
@@ -121,7 +123,7 @@ def job_info(job: JobSample) -> Iterator[Row]:
     uid = str(i.uid) if i.HasField("uid") else ""
     gpus = ",".join(i.gpus)
     who = (i.name, i.user, uid, i.account, i.partition, i.array, i.sluid, i.id_source, i.pod_uid, i.qos)
-    yield (*who, gpus, i.cgroup), 1
+    yield (*who, gpus, i.gpus_source, i.cgroup), 1
 
 
 def job_state(job: JobSample) -> Iterator[Row]:
@@ -130,16 +132,23 @@ def job_state(job: JobSample) -> Iterator[Row]:
         yield from (((name,), int(job.state == state)) for state, name in STATES.items())
 
 
-def unavailable_jobs(report: Report) -> Iterator[Row]:
-    """How many jobs lack a field, by field and reason."""
-    counts: dict[tuple[str, ...], int] = {}
-    for job in report.jobs:
-        for field, reason in job.unavailable.items():
-            row = (field, reason)
-            if row not in counts and len(counts) >= MAX_REASONS:
-                row = ("other", "other")
-            counts[row] = counts.get(row, 0) + 1
-    yield from counts.items()
+def unavailable(samples: str, most: int) -> Reader:
+    """How many of the report's `samples` (jobs or gpus) lack a field, by field and reason.
+
+    Past `most` pairs the rest is not told apart: a reason may hold text of the kernel's or of a job's.
+    """
+
+    def read(report: Report) -> Iterator[Row]:
+        counts: dict[tuple[str, ...], int] = {}
+        for sample in getattr(report, samples):
+            for field, reason in sample.unavailable.items():
+                row = (field, reason)
+                if row not in counts and len(counts) >= most:
+                    row = ("other", "other")
+                counts[row] = counts.get(row, 0) + 1
+        yield from counts.items()
+
+    return read
 
 
 def load(report: Report) -> Iterator[Row]:

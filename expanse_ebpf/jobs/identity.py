@@ -117,12 +117,15 @@ class IdentityReader:
             for process in own:
                 if slurm.fill(identity, slurm.parse_environment(self._environment(process, job_path))):
                     break
-        elif place.scheduler == "kubernetes":
+        elif own:
+            environment = self._environment(own[0], job_path)
+            slurm.fill_visible_gpus(identity, slurm.parse_environment(environment))
+        if place.scheduler == "kubernetes":
             self._name_pod(identity, place)
         elif place.scheduler == "container":
             identity.name = identity.id if identity.id.startswith("lxc-") else identity.id[:12]
             identity.containers.append(identity.id)
-        else:
+        elif place.scheduler != "slurm":
             identity.name = clean(paths.unescape(place.id)) if place.scheduler == "unit" else identity.id
         return identity
 

@@ -401,35 +401,6 @@ def delay_accounting(value: int | None, wanted: bool) -> Finding:
     return Finding("delay accounting", "warning", "kernel.task_delayacct=0", "sysctl kernel.task_delayacct=1")
 
 
-# NVML's return codes (nvml.h) that an initialisation gives, in words.
-_NVML = {
-    0: "",
-    4: "no permission to talk to the driver",
-    9: "the NVIDIA driver is not loaded",
-    10: "the driver was updated but not reloaded",
-    12: "the library is broken",
-    15: "a GPU has fallen off the bus",
-    17: "an operating system or container blocks the driver's control device",
-    18: "library and driver are of different versions; reload the driver or restart the container",
-    999: "an unknown error in the driver",
-}
-
-
-def nvml(code: int | None, devices: int | None = None) -> Finding:
-    """NVIDIA's library: what nvmlInit_v2 gave, None when it is not installed; and the number of GPUs."""
-    if code is None:
-        return Finding("nvml", "ok", "no NVIDIA driver library: no GPU figures on this node")
-    if code:
-        return Finding(
-            "nvml",
-            "warning",
-            f"{_NVML.get(code, 'failed')} (NVML error {code}): no GPU figures",
-            "see nvidia-smi",
-        )
-    count = "an unknown number of" if devices is None else str(devices)
-    return Finding("nvml", "ok", f"{count} GPU{'' if devices == 1 else 's'}")
-
-
 def controller(address: str, why: str) -> Finding:
     """Whether the controller can be reached; `address` empty: none is configured."""
     if not address:

@@ -58,7 +58,7 @@ class _RunOptions(ctypes.Structure):
     ]
 
 
-class _ProgramInfo(ctypes.Structure):
+class ProgramInfo(ctypes.Structure):
     """struct bpf_prog_info up to run_cnt (include/uapi/linux/bpf.h)."""
 
     _fields_ = [
@@ -128,6 +128,8 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "bpf_map_delete_elem": (c_int, c_int, c_void_p),
     "bpf_prog_test_run_opts": (c_int, c_int, POINTER(_RunOptions)),
     "bpf_obj_get_info_by_fd": (c_int, c_int, c_void_p, POINTER(c_uint32)),
+    "bpf_prog_get_fd_by_id": (c_int, c_uint32),
+    "bpf_prog_query": (c_int, c_int, c_int, c_uint32, c_void_p, c_void_p, POINTER(c_uint32)),
     "bpf_enable_stats": (c_int, c_int),
     "ring_buffer__new": (c_void_p, c_int, _SAMPLE, c_void_p, c_void_p),
     "ring_buffer__epoll_fd": (c_int, c_void_p),
@@ -264,7 +266,7 @@ class Program:
 
     def statistics(self) -> tuple[int, int]:
         """(nanoseconds, runs) as counted by the kernel while run-time statistics were on."""
-        info = _ProgramInfo()
+        info = ProgramInfo()
         size = c_uint32(ctypes.sizeof(info))
         result = library().bpf_obj_get_info_by_fd(self.fd, ctypes.byref(info), size)
         if result < 0:

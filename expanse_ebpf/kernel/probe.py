@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import platform
@@ -15,7 +14,7 @@ from expanse_ebpf import config as configuration
 from expanse_ebpf.config import Config
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.jobs import hierarchies
-from expanse_ebpf.kernel import cpus, features, libbpf, perf, trials
+from expanse_ebpf.kernel import cpus, features, gpu_probe, libbpf, perf, trials
 from expanse_ebpf.kernel.features import Finding
 
 BTF = "/sys/kernel/btf/vmlinux"
@@ -114,10 +113,10 @@ def findings(config: Config) -> list[Finding]:
     found.append(features.headers(Path(f"/lib/modules/{release}/build").exists(), has_btf))
     delays = _number("/proc/sys/kernel/task_delayacct")
     found.append(features.delay_accounting(delays, config.sources.delays))
-    found.append(_nvml())
+    found += gpu_probe.findings(config, _socket_state(config.gpu.pod_resources))
     address = config.controller.address
     found.append(features.controller(address, _unreachable(address) if address else ""))
-    found.append(features.agent(config.agent.socket, _agent_state(config.agent.socket)))
+    found.append(features.agent(config.agent.socket, _socket_state(config.agent.socket)))
     return found
 
 
@@ -182,20 +181,6 @@ def _cgroups() -> Finding:
         return features.cgroups(None, (), str(error))
 
 
-def _nvml() -> Finding:
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        code = int(library.nvmlInit_v2())
-    except (OSError, AttributeError):
-        return features.nvml(None)
-    if code:
-        return features.nvml(code)
-    count = ctypes.c_uint()
-    known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-    library.nvmlShutdown()
-    return features.nvml(0, count.value if known else None)
-
-
 def _unreachable(address: str) -> str:
     """Why no TCP connection to the controller can be made; empty when it can."""
     try:
@@ -212,7 +197,8 @@ def _unreachable(address: str) -> str:
     return ""
 
 
-def _agent_state(path: str) -> Literal["running", "absent", "stale", "denied"]:
+def _socket_state(path: str) -> Literal["running", "absent", "stale", "denied"]:
+    """Whether anybody answers on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(CONNECT_S)
         try:

@@ -13,6 +13,13 @@ from typing import NamedTuple
 # NVML samples from every 20 ms to every second, by product. After a longer gap, as when the buffer ran
 # over, a sample says nothing about the time before its own period.
 LONGEST_US = 1_500_000
+# Stamps are of the wall clock. One that lies further ahead was made before that clock was set back.
+_AHEAD_US = 1_000_000
+
+
+def since(seen_us: int, now_us: int) -> int:
+    """The stamp after which samples are new: `seen_us`, or now when the clock has been set back since."""
+    return now_us if seen_us > now_us + _AHEAD_US else seen_us
 
 
 class Taken(NamedTuple):
@@ -31,14 +38,14 @@ class Busy:
     def __init__(self, seen_us: int = 0) -> None:
         self.seen_us = seen_us
 
-    def take(self, samples: Iterable[tuple[int, int]]) -> Taken:
+    def take(self, samples: Iterable[tuple[int, int]], now_us: int) -> Taken:
         """Add (stamp in microseconds, percent) pairs, in any order; those known already count for nothing.
 
         The very first sample has no beginning, so it only sets one. One of more than 100 % covers no time.
         """
         count = busy = measured = 0
         for stamp, percent in sorted(samples):
-            if stamp <= self.seen_us:
+            if not self.seen_us < stamp <= now_us + _AHEAD_US:
                 continue
             count += 1
             if self.seen_us and 0 <= percent <= 100 and stamp - self.seen_us <= LONGEST_US:

@@ -9,7 +9,7 @@ and `instances` (lines of MIG instances, in the same form).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expanse_ebpf.nvml import reasons
@@ -18,7 +18,7 @@ from expanse_ebpf.wire.collector_pb2 import GpuProfile, GpuSample
 
 MAX_PROCESSES = 1024  # of one device
 MAX_INSTANCES = 64
-_MAX_TEXT = 128
+MAX_TEXT = 128  # characters of a name
 _TIB = 1 << 40
 
 # What can be true, both ends included. NVML has answered with all bits set, or with what was left in
@@ -28,8 +28,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "minor": (0, 1 << 20),
     "gpu_instance": (0, 1023),
     "compute_instance": (0, 1023),
-    "utilization": (0, 1),
-    "memory_utilization": (0, 1),
     "memory_used_bytes": (0, 64 * _TIB),
     "memory_free_bytes": (0, 64 * _TIB),
     "memory_reserved_bytes": (0, 64 * _TIB),
@@ -49,14 +47,28 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 _TEXTS = ("name", "pci_bus_id", "serial", "mig_profile")
 _COUNTER = (0, (1 << 63) - 1)
+_MOST_ADDED = 1 << 53  # by one round: 104 days, or 8 PiB
 _MAPS = {"throttled_ns"}
-_FIELDS = {f.name: f for f in GpuSample.DESCRIPTOR.fields}
-_PROFILE = {f.name for f in GpuProfile.DESCRIPTOR.fields} - {"source"}
+_FIELDS = {field.name: field for field in GpuSample.DESCRIPTOR.fields}
+# Those of GpuSample that are one figure of NVML's.
+_FIGURES = {
+    name
+    for name, field in _FIELDS.items()
+    if field.has_presence and field.message_type is None and name not in ("busy_ns", "measured_ns")
+}
+_FLAGS = {name for name in _FIGURES if _FIELDS[name].cpp_type == _FIELDS[name].CPPTYPE_BOOL}
+_SHARES = {name for name in _FIGURES if _FIELDS[name].cpp_type == _FIELDS[name].CPPTYPE_DOUBLE}
+_GROUPS = {"busy_ns", "processes", "by_process", "profile", "instances", *_TEXTS}
+_PROFILE = {field.name for field in GpuProfile.DESCRIPTOR.fields} - {"source"}
+_SOURCES = ("gpm", "nvml")
+_THROTTLE_CAUSES = {"power", "thermal", "sync_boost", "board_limit", "reliability"}
+_KINDS = ("compute", "graphics", "mps")
+_PIDS = (1, 1 << 22)
 
 
-def number(value: Any, bounds: tuple[float, float] = _COUNTER) -> Any:
-    """`value` when it is a number within the bounds, else None."""
-    if isinstance(value, (int, float)) and bounds[0] <= value <= bounds[1]:
+def number(value: Any, bounds: tuple[float, float] = _COUNTER) -> int | None:
+    """`value` when it is a whole number within the bounds, else None."""
+    if isinstance(value, int) and not isinstance(value, bool) and bounds[0] <= value <= bounds[1]:
         return value
     return None
 
@@ -66,54 +78,97 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def objects(value: Any) -> list[Mapping[str, Any]]:
+    """The objects among the elements of `value`, none when it is no list."""
+    return [element for element in value if isinstance(element, dict)] if isinstance(value, list) else []
+
+
+def identifier(value: Any) -> str:
+    """`value` when it can be the name of a device, else an empty text."""
+    return value if isinstance(value, str) and value == clean(value, MAX_TEXT) else ""
+
+
+def error_code(value: Any) -> int:
+    """`value` when it can be one of NVML's errors, or of ours; else the one for anything."""
+    code = number(value, (-(1 << 15), 1 << 15))
+    return reasons.UNKNOWN if code is None else code
+
+
 def fill(sample: GpuSample, line: Mapping[str, Any]) -> None:
     """The figures of one line, and why the others are missing."""
-    values = mapping(line.get("values"))
-    for name, value in values.items():
+    for name, value in mapping(line.get("values")).items():
         _put(sample, name, value)
-    for name in _TEXTS:
-        if isinstance(line.get(name), str):
-            setattr(sample, name, clean(line[name], _MAX_TEXT))
-    for name in ("gpu_instance", "compute_instance"):
+    for name in ("name", "mig_profile", "gpu_instance", "compute_instance"):  # of an instance
         if name in line:
             _put(sample, name, line[name])
-    if sample.HasField("memory_used_bytes") and sample.memory_used_bytes > sample.memory_total_bytes:
+    if (
+        sample.HasField("memory_total_bytes")
+        and sample.HasField("memory_used_bytes")
+        and sample.memory_used_bytes > sample.memory_total_bytes
+    ):
         sample.ClearField("memory_used_bytes")
         sample.unavailable["memory_used_bytes"] = reasons.sentence(reasons.ABSURD)
     for name, code in mapping(line.get("missing")).items():
-        sample.unavailable[name.partition(".")[0]] = reasons.sentence(code)
-    sample.rejected_processes = number(line.get("rejected", 0)) or 0
-    _fill_processes(sample, line)
+        if name in _FIGURES or name in _GROUPS or _cause(name):
+            sample.unavailable[name] = reasons.sentence(error_code(code))
+    sample.rejected_processes = number(line.get("rejected"), (0, 1 << 31)) or 0
+    _fill_processes(sample, objects(line.get("processes")))
 
 
 def _put(sample: GpuSample, name: str, value: Any) -> None:
-    name, _, entry = name.partition(".")
-    field = _FIELDS.get(name)
-    if field is None:
-        return
-    if name in _MAPS:
-        if number(value) is not None:
-            sample.throttled_ns[entry] = value
-        return
-    if name in _TEXTS:
-        setattr(sample, name, clean(str(value), _MAX_TEXT))
-    elif isinstance(value, bool):
-        setattr(sample, name, value)
-    elif number(value, _BOUNDS.get(name, _COUNTER)) is None:
-        sample.unavailable[name] = reasons.sentence(reasons.ABSURD)
-    else:
-        setattr(sample, name, value)
+    cause = _cause(name)
+    if cause:
+        if number(value) is None:
+            sample.unavailable[name] = reasons.sentence(reasons.ABSURD)
+        else:
+            sample.throttled_ns[cause] = value
+    elif name in _TEXTS:
+        if isinstance(value, str):
+            setattr(sample, name, clean(value, MAX_TEXT))
+    elif name in _FIGURES:
+        if _can_be(name, value):
+            setattr(sample, name, value)
+        else:
+            sample.unavailable[name] = reasons.sentence(reasons.ABSURD)
 
 
-def _fill_processes(sample: GpuSample, line: Mapping[str, Any]) -> None:
-    processes = line.get("processes", [])
+def _can_be(name: str, value: Any) -> bool:
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if name in _SHARES:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    return number(value, _BOUNDS.get(name, _COUNTER)) is not None
+
+
+def _cause(name: str) -> str:
+    """That of "throttled_ns.CAUSE", else nothing."""
+    group, _, cause = name.partition(".")
+    return cause if group in _MAPS and cause in _THROTTLE_CAUSES else ""
+
+
+def _fill_processes(sample: GpuSample, processes: Sequence[Mapping[str, Any]]) -> None:
     for process in processes[:MAX_PROCESSES]:
-        added = sample.processes.add(pid=process["pid"], kind=process["kind"])
-        memory = number(process["memory_bytes"], _BOUNDS["memory_used_bytes"])
+        pid, kind = number(process.get("pid"), _PIDS), process.get("kind")
+        if pid is None or kind not in _KINDS:
+            sample.rejected_processes += 1
+            continue
+        added = sample.processes.add(pid=pid, kind=kind)
+        memory = number(process.get("memory_bytes"), _BOUNDS["memory_used_bytes"])
         if memory is not None:
             added.memory_bytes = memory
     if len(processes) > MAX_PROCESSES:
         sample.unavailable["processes"] = f"{len(processes)} processes: {MAX_PROCESSES} are shown"
+
+
+def busy_by_pid(line: Mapping[str, Any]) -> dict[str, int]:
+    """`by_process` of a line, as far as it can be true."""
+    return {
+        pid: busy_ns
+        for pid, busy_ns in mapping(line.get("by_process")).items()
+        if pid.isdecimal()
+        and len(pid) <= len(str(_PIDS[1]))
+        and number(busy_ns, (0, _MOST_ADDED)) is not None
+    }
 
 
 class Counters:
@@ -129,16 +184,18 @@ class Counters:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """What the line adds."""
-        for name in ("busy_ns", "measured_ns"):
-            more = number(mapping(line.get("added")).get(name))
-            if more is not None:
-                self.busy[name] = self.busy.get(name, 0) + more
+        added = mapping(line.get("added"))
+        busy, measured = (number(added.get(name), (0, _MOST_ADDED)) for name in ("busy_ns", "measured_ns"))
+        if busy is not None and measured is not None and busy <= measured:
+            _add(self.busy, {"busy_ns": busy, "measured_ns": measured})
         profile = mapping(line.get("profile"))
-        if profile:
+        if profile.get("source") not in _SOURCES:
+            return
+        if self.profile_source != profile["source"]:  # the same names mean something else now
             self.profile_source = profile["source"]
-            for name, more in mapping(profile["added"]).items():
-                if name in _PROFILE and number(more) is not None:
-                    self.profile[name] = self.profile.get(name, 0) + more
+            self.profile.clear()
+        more = mapping(profile.get("added")).items()
+        _add(self.profile, {name: n for name, n in more if name in _PROFILE and _is_addend(n)})
 
     def fill(self, sample: GpuSample, line: Mapping[str, Any]) -> None:
         """Write those that the line has a word about into `sample`."""
@@ -148,10 +205,20 @@ class Counters:
         profile = mapping(line.get("profile"))
         if profile:
             sample.profile.source = self.profile_source
-            for name, code in mapping(profile["missing"]).items():
-                sample.unavailable[f"profile.{name}"] = reasons.sentence(code)
-            for name in mapping(profile["added"]):
+            for name, code in mapping(profile.get("missing")).items():
+                if name in _PROFILE:
+                    sample.unavailable[f"profile.{name}"] = reasons.sentence(error_code(code))
+            for name in mapping(profile.get("added")):
                 if name in self.profile:
                     setattr(sample.profile, name, self.profile[name])
         for xid, count in self.xids.items():
             sample.xids[xid] = count
+
+
+def _is_addend(value: Any) -> bool:
+    return number(value, (0, _MOST_ADDED)) is not None
+
+
+def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, added in more.items():
+        totals[name] = min(totals.get(name, 0) + added, _COUNTER[1])

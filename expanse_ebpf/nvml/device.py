@@ -7,6 +7,7 @@ has, single ones for the rest, and what changes rarely only now and then.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ from expanse_ebpf.nvml.mig import Instances
 from expanse_ebpf.nvml.process_list import ProcessList
 from expanse_ebpf.nvml.process_lists import ProcessLists
 from expanse_ebpf.nvml.profile import Profile
-from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings
-from expanse_ebpf.nvml.sample_buffer import VALUE_MEMBERS, SampleBuffer
+from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings, value_of
+from expanse_ebpf.nvml.sample_buffer import SampleBuffer
 
 SELDOM_S = 30.0  # how often what changes rarely is read
 _ALL_LINKS = 0xFFFFFFFF
@@ -71,8 +72,13 @@ class Device:
         self._profile = Profile(handle) if profiler else None
         self._instances = Instances(handle, profiler=profiler)
         self._unsupported: dict[str, int] = {}  # figures that this GPU has not got
-        self._seldom: Readings = Readings()
+        self._seldom = Readings()
         self._seldom_due = 0.0
+
+    @property
+    def seen_us(self) -> int:
+        """Stamp of the newest sample of its use that was taken."""
+        return self._samples.seen_us
 
     def read(self, *, by_process: bool) -> dict[str, Any]:
         """One round, in the form that decode.py takes; raises GpuLostError when the GPU has gone.
@@ -82,13 +88,19 @@ class Device:
         now = time.monotonic()
         seldom = now >= self._seldom_due
         if seldom:
+            self._unsupported.clear()  # MIG may have been turned on or off
+            self._samples.ask_again()
             self._read_seldom()
             self._seldom_due = now + SELDOM_S
         found = Readings()
-        found.values.update(self._seldom.values)
-        found.missing.update(self._seldom.missing)
         self._fields(_FIELDS, found)
         self._single(found)
+        failed = _failure(found)
+        if failed:
+            self._seldom_due = 0.0
+            return {"uuid": self.uuid, "failed": failed}
+        found.values.update(self._seldom.values)
+        found.missing.update(self._seldom.missing)
         result: dict[str, Any] = {"uuid": self.uuid, "values": found.values, "missing": found.missing}
         taken = self._samples.take(found, "busy_ns")
         result["added"] = (
@@ -101,7 +113,7 @@ class Device:
         if self._profile is not None:
             result["profile"] = self._profile.read(found)
         if found.values.get("mig_enabled"):
-            result["instances"] = self._instances.read(seldom)
+            result["instances"] = self._instances.read(found, seldom)
         return result
 
     def empty_buffers(self) -> None:
@@ -127,9 +139,11 @@ class Device:
                     found.put(name, value)
                 return
             except pynvml.NVMLError as error:
-                known = error.value
+                known = int(error.value)
                 if known in UNSUPPORTED:
                     self._unsupported[names[0]] = known
+            except ValueError:  # a text that is none
+                known = reasons.ABSURD
         for name in names:
             found.miss(name, known)
 
@@ -212,13 +226,24 @@ class Device:
         for key, answer in zip(wanted, answers, strict=True):
             name, factor = fields[key]
             if answer.nvmlReturn == 0:
-                value = getattr(answer.value, VALUE_MEMBERS.get(answer.valueType, "ullVal"))
-                found.put(name, int(value) * factor)
+                value = value_of(answer.value, answer.valueType)
+                if value is None:
+                    found.miss(name, reasons.ABSURD)
+                else:
+                    found.put(name, int(value) * factor)
                 continue
             # Not known to an older driver, which calls that an invalid argument.
-            if answer.nvmlReturn in (reasons.NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT):
+            if answer.nvmlReturn in (reasons.NOT_SUPPORTED, reasons.INVALID_ARGUMENT):
                 self._unsupported[f"field {name}"] = reasons.NOT_SUPPORTED
             found.miss(name, answer.nvmlReturn)
+
+
+def _failure(found: Readings) -> int:
+    """NVML's error when it answered to nothing, 0 otherwise."""
+    if found.values:
+        return 0
+    codes = Counter(code for code in found.missing.values() if code not in UNSUPPORTED)
+    return codes.most_common(1)[0][0] if codes else 0
 
 
 def _one(function: Callable[..., Any], *arguments: Any) -> tuple[Any]:

@@ -9,13 +9,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from expanse_ebpf.nvml import reasons
-from expanse_ebpf.nvml.decode import MAX_INSTANCES, Counters, fill, mapping, number
+from expanse_ebpf.nvml.decode import (
+    MAX_INSTANCES,
+    Counters,
+    busy_by_pid,
+    error_code,
+    fill,
+    identifier,
+    mapping,
+    number,
+    objects,
+)
 from expanse_ebpf.wire.collector_pb2 import GpuEvent, GpuSample, NvmlStatus
 
 _MOST = 256  # GPUs and instances
 _MOST_XIDS = 64  # codes of one device
+_MOST_EVENTS = 256  # in one tick
 # What a GPU is known by while NVML says nothing about it.
-_IDENTITY = ("name", "index", "minor", "pci_bus_id", "serial", "mig_enabled")
+_IDENTITY = (
+    *("name", "index", "minor", "pci_bus_id", "serial", "mig_enabled"),
+    *("gpu_instance", "compute_instance", "mig_profile"),
+)
 
 
 class _Known:
@@ -36,9 +50,9 @@ class _Known:
         sample.time_ns = number(self.line.get("time_ns")) or 0
         fill(sample, self.line)
         self.counters.fill(sample, self.line)
-        for name in _IDENTITY:
-            if sample.HasField(name) if GpuSample.DESCRIPTOR.fields_by_name[name].has_presence else True:
-                setattr(self.identity, name, getattr(sample, name))
+        for field, value in sample.ListFields():
+            if field.name in _IDENTITY:
+                setattr(self.identity, field.name, value)
         return sample
 
     def silent(self, state: str, reason: str) -> GpuSample:
@@ -62,15 +76,23 @@ class Devices:
     def take(self, line: Mapping[str, Any], now_ns: int) -> None:
         """A line of the worker; `now_ns` by the wall clock."""
         event = mapping(line.get("event"))
-        if "xid" in event and isinstance(event.get("uuid"), str):
+        if identifier(event.get("uuid")):
             self._xid(event, now_ns)
         device = mapping(line.get("device"))
-        uuid = device.get("uuid")
-        if isinstance(uuid, str) and uuid:
-            self._take(uuid, "", device)
+        uuid = identifier(device.get("uuid"))
+        if uuid:
+            instances = objects(device.get("instances"))[:MAX_INSTANCES]
+            left, own = _by_instance(objects(device.get("processes")), instances)
+            self._take(uuid, "", {**device, "processes": left, "by_process": busy_by_pid(device)})
             # Whoever reads them expects those of this very tick.
-            for instance in device.get("instances", [])[:MAX_INSTANCES]:
-                self._take(instance["uuid"], uuid, {**instance, "time_ns": device.get("time_ns")})
+            for instance, processes in zip(instances, own, strict=True):
+                missing = {**mapping(instance.get("missing"))}
+                if "processes" in mapping(device.get("missing")):
+                    missing["processes"] = mapping(device["missing"])["processes"]
+                told = {"time_ns": device.get("time_ns"), "missing": missing, "processes": processes}
+                name = identifier(instance.get("uuid"))
+                if name and name != uuid:
+                    self._take(name, uuid, {"values": {}, **instance, **told})
 
     def _take(self, uuid: str, parent: str, line: Mapping[str, Any]) -> None:
         known = self._known.get(uuid)
@@ -82,13 +104,17 @@ class Devices:
         known.counters.add(line)
 
     def _xid(self, event: Mapping[str, Any], now_ns: int) -> None:
-        uuid, xid = event["uuid"], number(event["xid"], (0, 1 << 31))
+        uuid, xid = event["uuid"], number(event.get("xid"), (0, 1 << 31))
         if xid is None:
             return
-        self._events.append(GpuEvent(time_ns=now_ns, uuid=uuid, kind="xid", xid=int(xid)))
+        self._event(GpuEvent(time_ns=now_ns, uuid=uuid, kind="xid", xid=xid))
         known = self._known.get(uuid)
         if known is not None and (xid in known.counters.xids or len(known.counters.xids) < _MOST_XIDS):
             known.counters.xids[xid] = known.counters.xids.get(xid, 0) + 1
+
+    def _event(self, event: GpuEvent) -> None:
+        if len(self._events) < _MOST_EVENTS:
+            self._events.append(event)
 
     def line(self, uuid: str) -> Mapping[str, Any]:
         """What the worker said of a device in this tick; empty when it said nothing."""
@@ -112,17 +138,17 @@ class Devices:
                     continue
             lost = self._lost(uuid, known, listed, absent)
             if lost and not known.lost and not known.identity.parent_uuid:
-                self._events.append(GpuEvent(time_ns=now_ns, uuid=uuid, kind="lost"))
+                self._event(GpuEvent(time_ns=now_ns, uuid=uuid, kind="lost"))
             elif known.lost and line is not None and "values" in line:
-                self._events.append(GpuEvent(time_ns=now_ns, uuid=uuid, kind="back"))
+                self._event(GpuEvent(time_ns=now_ns, uuid=uuid, kind="back"))
                 known.lost = 0
             known.lost = lost or known.lost
             if known.lost:
                 samples.append(known.silent("lost", reasons.sentence(known.lost)))
             elif line is None:
-                samples.append(known.silent("silent", status.reason or "NVML has not answered in time"))
+                samples.append(known.silent("silent", _why_silent(uuid, known, status, listed, absent)))
             elif "values" not in line:
-                samples.append(known.silent("silent", reasons.sentence(number(line.get("failed")) or 999)))
+                samples.append(known.silent("silent", reasons.sentence(error_code(line.get("failed")))))
             else:
                 samples.append(known.sample())
         order = {s.uuid: s.index if s.HasField("index") else _MOST for s in samples if not s.parent_uuid}
@@ -140,14 +166,14 @@ class Devices:
     ) -> int:
         """NVML's error when it says in this tick that the device is not there; 0: it does not say so."""
         if known.line is not None:
-            return number(known.line.get("lost", 0)) or 0
+            return error_code(known.line["lost"]) if "lost" in known.line else 0
         if known.identity.parent_uuid:
             parent = self._known.get(known.identity.parent_uuid)
             return parent.lost if parent is not None else 0
         if listed is None or uuid in listed:
             return 0
         # It gives the device no handle any more: it says why, or does not count it at all.
-        codes = set(absent.values())
+        codes = _without_handle(absent)
         if codes and not codes <= {reasons.LOST, reasons.RESET_REQUIRED}:
             return 0
         return reasons.LOST
@@ -156,3 +182,47 @@ class Devices:
         """Forget the lines of this tick."""
         for known in self._known.values():
             known.line = None
+
+
+def _without_handle(absent: Mapping[str, int]) -> set[int]:
+    """NVML's errors for devices that it gives no handle of."""
+    return set(absent.values()) - {reasons.HUNG, reasons.CRASHED}
+
+
+def _why_silent(
+    uuid: str,
+    known: _Known,
+    status: NvmlStatus,
+    listed: frozenset[str] | None,
+    absent: Mapping[str, int],
+) -> str:
+    device = known.identity.parent_uuid or uuid
+    if device in absent:  # it is asked rarely
+        return reasons.sentence(absent[device])
+    codes = _without_handle(absent)
+    if listed is not None and device not in listed and codes:
+        return reasons.sentence(max(codes))
+    return status.reason or "NVML has not answered in time"
+
+
+def _by_instance(
+    processes: list[Mapping[str, Any]], instances: list[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
+    """The processes of none of the instances, and those of each.
+
+    NVML lists a process on its GPU, with the numbers of its GPU instance and its compute instance. One
+    without the second, or with numbers of an instance that is not known, is the GPU's unless only one fits.
+    """
+    left: list[Mapping[str, Any]] = []
+    own: list[list[Mapping[str, Any]]] = [[] for _ in instances]
+    for process in processes:
+        gpu, compute = process.get("gpu_instance"), process.get("compute_instance")
+        fits = [
+            place
+            for place, instance in enumerate(instances)
+            if gpu is not None
+            and instance.get("gpu_instance") == gpu
+            and compute in (None, instance.get("compute_instance"))
+        ]
+        (own[fits[0]] if len(fits) == 1 else left).append(process)
+    return left, own

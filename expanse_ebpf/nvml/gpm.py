@@ -6,6 +6,7 @@ active, which can be added up: a report that is lost then loses resolution and n
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -84,7 +85,8 @@ class Gpm:
     def close(self) -> None:
         """Give the samples back to NVML."""
         for sample in self._samples:
-            pynvml.nvmlGpmSampleFree(sample)
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlGpmSampleFree(sample)
         self._samples = []
 
 

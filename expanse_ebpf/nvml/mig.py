@@ -11,14 +11,14 @@ from typing import Any
 
 import pynvml
 
+from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.gpm import Gpm
 from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings
 
 _PROFILE = re.compile(r"MIG (\S{1,32})$")
-
-
 _MOST = 64
-_GONE = (2, 6)  # invalid argument, not found: the instance was destroyed
+# What NVML says of the memory of an instance that was destroyed.
+_GONE = (reasons.INVALID_ARGUMENT, reasons.NOT_SUPPORTED, reasons.NOT_FOUND)
 
 
 class _GoneError(Exception):
@@ -36,15 +36,16 @@ class _Instance:
         }
         profile = _PROFILE.search(self.identity["name"])
         self.identity["mig_profile"] = profile[1] if profile else ""
-        self._silent = False  # it was taken for gone before, and was still listed
         self._gpm: Gpm | None = None
+        self._no_gpm = 0  # NVML's error
         if profiler:
             try:
                 self._gpm = Gpm(parent, self.identity["gpu_instance"])
-            except pynvml.NVMLError:
-                self._gpm = None  # said below for each round
+            except pynvml.NVMLError as error:
+                self._no_gpm = error.value
 
-    def read(self) -> dict[str, Any]:
+    def read(self, *, last_try: bool) -> dict[str, Any]:
+        """One round; raises _GoneError when there is no such instance, unless it is the `last_try`."""
         found = Readings()
         try:
             memory = pynvml.nvmlDeviceGetMemoryInfo(self.handle)
@@ -52,19 +53,23 @@ class _Instance:
             found.put("memory_free_bytes", memory.free)
             found.put("memory_used_bytes", memory.used)
         except pynvml.NVMLError as error:
-            if error.value in _GONE and not self._silent:
-                self._silent = True
+            if error.value in _GONE and not last_try:
                 raise _GoneError from None
-            found.miss("memory_used_bytes", error.value)
+            for name in ("memory_total_bytes", "memory_free_bytes", "memory_used_bytes"):
+                found.miss(name, error.value)
         result: dict[str, Any] = {**self.identity, "values": found.values, "missing": found.missing}
         if self._gpm is not None:
             try:
                 added, missing = self._gpm.read()
                 result["profile"] = {"source": "gpm", "added": added, "missing": missing}
             except pynvml.NVMLError as error:
-                found.miss("profile", error.value)
                 if error.value in UNSUPPORTED:
+                    self._no_gpm = error.value
                     self.close()
+                else:
+                    found.miss("profile", error.value)
+        if self._no_gpm:
+            found.miss("profile", self._no_gpm)
         return result
 
     def close(self) -> None:
@@ -81,31 +86,39 @@ class Instances:
         self._profiler = profiler
         self._instances: dict[str, _Instance] = {}  # by UUID
 
-    def read(self, seldom: bool) -> list[dict[str, Any]]:
-        """One round of each instance; they are looked for anew when `seldom`, or when one has gone."""
-        if seldom or not self._instances:
-            self._find()
+    def read(self, found: Readings, seldom: bool) -> list[dict[str, Any]]:
+        """One round of each instance; they are looked for anew when `seldom`, or when one has gone.
+
+        Why they cannot be told is "instances" in `found`.
+        """
         try:
-            return [instance.read() for instance in self._instances.values()]
-        except _GoneError:
-            self._find()
-            return [instance.read() for instance in self._instances.values()]
+            if seldom or not self._instances:
+                self._find()
+            try:
+                return [instance.read(last_try=False) for instance in self._instances.values()]
+            except _GoneError:
+                self._find()
+            return [instance.read(last_try=True) for instance in self._instances.values()]
+        except pynvml.NVMLError as error:
+            found.miss("instances", error.value)
+            return []
 
     def _find(self) -> None:
-        before, self._instances = self._instances, {}
+        now: dict[str, _Instance] = {}
         for place in range(min(pynvml.nvmlDeviceGetMaxMigDeviceCount(self._handle), _MOST)):
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, place)
                 uuid = pynvml.nvmlDeviceGetUUID(handle)
-                known = before.pop(uuid, None)
+                known = self._instances.get(uuid)
                 if known is None:
                     known = _Instance(self._handle, handle, profiler=self._profiler)
                 known.handle = handle
-                self._instances[uuid] = known
-            except pynvml.NVMLError:
+                now[uuid] = known
+            except (pynvml.NVMLError, ValueError):
                 continue  # there is none at this place
-        for gone in before.values():
-            gone.close()
+        before, self._instances = self._instances, now
+        for uuid in before.keys() - now.keys():
+            before[uuid].close()
 
     def close(self) -> None:
         """Give NVML's samples back."""

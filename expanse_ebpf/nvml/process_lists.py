@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import pynvml
 
 from expanse_ebpf.nvml import reasons
-from expanse_ebpf.nvml.busy import LONGEST_US
+from expanse_ebpf.nvml.busy import LONGEST_US, since
 from expanse_ebpf.nvml.process_list import KINDS, Listed, ProcessList
 from expanse_ebpf.nvml.readings import Readings
+
+_MOST_SAMPLES = 1 << 14
 
 
 class ProcessLists:
@@ -20,6 +25,7 @@ class ProcessLists:
         self._lists = lists
         self._known: dict[str, list[dict[str, Any]]] = {}  # by kind, as last read
         self._seen_us = 0  # stamp of the newest sample of a process's use
+        self._room = (pynvml.c_nvmlProcessUtilizationSample_t * 64)()
 
     def read(self, found: Readings, seldom: bool) -> tuple[list[dict[str, Any]], int]:
         """All processes, each once with its `kind`, and how many records cannot be true.
@@ -30,7 +36,8 @@ class ProcessLists:
         rejected = 0
         for kind in KINDS:
             if kind == "compute" or seldom or (kind == "mps" and self._known.get(kind)):
-                listed = self._lists[kind].read(self._handle) if kind in self._lists else 13
+                no_such_list = reasons.FUNCTION_NOT_FOUND
+                listed = self._lists[kind].read(self._handle) if kind in self._lists else no_such_list
                 self._known[kind] = listed.processes if isinstance(listed, Listed) else []
                 if isinstance(listed, Listed):
                     rejected += listed.rejected
@@ -49,20 +56,46 @@ class ProcessLists:
 
         The first call only begins. NVML finds nothing where no process was busy.
         """
-        try:
-            samples = pynvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
-        except pynvml.NVMLError as error:
-            if error.value not in (0, reasons.NOT_FOUND):  # 0: there is room for none and there is none
-                found.miss("by_process", error.value)
+        self._seen_us = since(self._seen_us, time.time_ns() // 1000)
+        count = ctypes.c_uint()
+        code = self._ask(count)
+        # More may come between two calls, so the room that NVML asks for need not do.
+        while code == reasons.INSUFFICIENT_SIZE and len(self._room) < _MOST_SAMPLES:
+            room = min(_MOST_SAMPLES, max(2 * len(self._room), count.value))
+            self._room = (pynvml.c_nvmlProcessUtilizationSample_t * room)()
+            code = self._ask(count)
+        if code:
+            if code != reasons.NOT_FOUND:
+                found.miss("by_process", code)
             return {}
-        added: dict[str, int] = {}
+        samples = self._room[: min(count.value, len(self._room))]
         before = self._seen_us
-        for sample in samples:
-            if sample.timeStamp <= before or not 0 <= sample.smUtil <= 100:
-                continue
-            self._seen_us = max(self._seen_us, sample.timeStamp)
-            if before:
-                span = min(sample.timeStamp - before, LONGEST_US)
-                pid = str(sample.pid)
-                added[pid] = added.get(pid, 0) + span * 10 * sample.smUtil
-        return added
+        self._seen_us = max([before, *(sample.timeStamp for sample in samples)])
+        if not before:
+            return {}
+        return busy_by_pid(((s.timeStamp, s.pid, s.smUtil) for s in samples), before)
+
+    def _ask(self, count: ctypes.c_uint) -> int:
+        # Not pynvml's function, which takes a list that has grown in between for an error.
+        try:
+            function = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetProcessUtilization")
+        except pynvml.NVMLError as error:
+            return int(error.value)
+        count.value = len(self._room)
+        code: int = function(self._handle, self._room, ctypes.byref(count), ctypes.c_ulonglong(self._seen_us))
+        return code
+
+
+def busy_by_pid(samples: Iterable[tuple[int, int, int]], before_us: int) -> dict[str, int]:
+    """Nanoseconds by pid out of (stamp in microseconds, pid, percent), in any order.
+
+    A sample is for the time since the one before it of the same process, or since `before_us`.
+    """
+    added: dict[str, int] = {}
+    seen: dict[int, int] = {}
+    for stamp, pid, percent in sorted(samples):
+        last = seen.get(pid, before_us)
+        if stamp > last and 0 <= percent <= 100:
+            added[str(pid)] = added.get(str(pid), 0) + min(stamp - last, LONGEST_US) * 10 * percent
+            seen[pid] = stamp
+    return added

@@ -13,6 +13,7 @@ from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings
 from expanse_ebpf.nvml.sample_buffer import SampleBuffer
 
 _ONLY_GPM = ("sm_active_ns", "sm_occupancy_ns", "tensor_ns", "fp64_ns", "fp32_ns", "fp16_ns", "integer_ns")
+_MOST_KIB = 1 << 30  # per second: 1 TiB/s, which no PCIe link reaches
 _LONGEST_NS = 15_000_000_000  # a rate is not taken to have held for longer than this
 
 
@@ -37,9 +38,10 @@ class Profile:
                 added, missing = self._gpm.read()
                 return {"source": "gpm", "added": added, "missing": missing}
         except pynvml.NVMLError as error:
-            if self._has_gpm or error.value not in UNSUPPORTED:
+            if error.value not in UNSUPPORTED:
                 found.miss("profile", error.value)
                 return {"source": "gpm", "added": {}, "missing": {}}
+            self.close()
             self._has_gpm = False
         return self._plain(found)
 
@@ -61,7 +63,9 @@ class Profile:
             except pynvml.NVMLError as error:
                 missing[name] = error.value
                 continue
-            if before:
+            if rate > _MOST_KIB:
+                missing[name] = reasons.ABSURD
+            elif before:
                 added[name] = rate * 1024 * min(now - before, _LONGEST_NS) // 1_000_000_000
         return {"source": "nvml", "added": added, "missing": missing}
 

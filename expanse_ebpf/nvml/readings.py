@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from expanse_ebpf.nvml import reasons
 
-# Errors that will not change while the library is loaded: not supported, no such function, another version.
-UNSUPPORTED = (reasons.NOT_SUPPORTED, 13, 25)
+# Errors that last: not supported, no such function, another version. MIG is what changes the first.
+UNSUPPORTED = (reasons.NOT_SUPPORTED, reasons.FUNCTION_NOT_FOUND, reasons.VERSION_MISMATCH)
 _FLAGS = {"ecc_enabled", "remapping_pending", "remapping_failed", "persistence", "mig_enabled"}
+# Which member of nvmlValue_t holds a value, by nvmlValueType_t.
+_MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+
+
+def value_of(union: Any, kind: int) -> int | float | None:
+    """The number in an nvmlValue_t, given its nvmlValueType_t; None when it is none."""
+    value: int | float = getattr(union, _MEMBERS.get(kind, "ullVal"))
+    return value if math.isfinite(value) else None
 
 
 class GpuLostError(Exception):
@@ -30,9 +39,11 @@ class Readings:
         """A figure; None where this driver has none."""
         if value is None:
             self.miss(name, reasons.NOT_SUPPORTED)
-            return
-        self.values[name] = bool(value) if name in _FLAGS else value
-        self.missing.pop(name, None)
+        elif name in _FLAGS and value not in (0, 1):
+            self.miss(name, reasons.ABSURD)
+        else:
+            self.values[name] = bool(value) if name in _FLAGS else value
+            self.missing.pop(name, None)
 
     def miss(self, name: str, code: int) -> None:
         """Why a figure is missing; raises GpuLostError when that goes for all of them."""

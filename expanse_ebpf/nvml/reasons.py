@@ -4,9 +4,18 @@ from __future__ import annotations
 
 LOST, RESET_REQUIRED, UNKNOWN = 15, 16, 999
 NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE, TIMEOUT, NO_DATA = 3, 6, 7, 10, 21
+INVALID_ARGUMENT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, VERSION_MISMATCH = 2, 12, 13, 25
 
-ABSURD = -1  # not NVML's: the call went well, but the figure cannot be true
+# Not NVML's.
+ABSURD = -1  # the call went well, but the figure cannot be true
+HUNG = -2
+CRASHED = -3
 
+_OWN = {
+    ABSURD: ("absurd", "NVML gives a figure that cannot be true"),
+    HUNG: ("hung", "NVML did not answer when it was asked about this GPU, so it is asked rarely"),
+    CRASHED: ("worker_died", "NVML crashed when it was asked about this GPU, so it is asked rarely"),
+}
 # nvmlReturn_t of nvml.h: code to (word, sentence).
 _CODES = {
     1: ("uninitialized", "NVML is not initialised"),
@@ -37,11 +46,12 @@ _CODES = {
 
 def word(code: int) -> str:
     """A name that does not change, e.g. "driver_library_mismatch"."""
-    return _CODES[code][0] if code in _CODES else f"nvml_error_{code}"
+    known = _OWN.get(code) or _CODES.get(code)
+    return known[0] if known else f"nvml_error_{code}"
 
 
 def sentence(code: int) -> str:
-    """What it means, with the number."""
-    if code == ABSURD:
-        return "NVML gives a figure that cannot be true"
+    """What it means; with the number where it is NVML's."""
+    if code in _OWN:
+        return _OWN[code][1]
     return f"{_CODES[code][1] if code in _CODES else 'NVML gives an error'} (NVML error {code})"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import pynvml
 
 from expanse_ebpf.nvml import reasons
-from expanse_ebpf.nvml.busy import Busy, Taken
-from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings
+from expanse_ebpf.nvml.busy import Busy, Taken, since
+from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings, value_of
 
-# Which member of nvmlValue_t holds a value, by nvmlValueType_t.
-VALUE_MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 _ROOM = 256  # NVML keeps a hundred or so
 _MOST = 1 << 16
+_NOTHING = Taken(0, 0, 0)
+_NO_SHARE = -1  # in the place of a value that is no number
 
 
 class SampleBuffer:
@@ -26,7 +27,7 @@ class SampleBuffer:
         self._busy = Busy(seen_us)
         self._room = (pynvml.c_nvmlSample_t * _ROOM)()
         self._unsupported = 0
-        self._hoard: list[Taken] = []  # taken and not handed on yet
+        self._kept = _NOTHING  # taken and not handed on yet
 
     @property
     def seen_us(self) -> int:
@@ -39,38 +40,56 @@ class SampleBuffer:
         if code:
             found.miss(name, code)
             return None
-        hoard, self._hoard = self._hoard, []
-        return Taken(*(sum(column) for column in zip(*hoard, strict=True))) if hoard else Taken(0, 0, 0)
+        kept, self._kept = self._kept, _NOTHING
+        return kept
 
     def empty(self) -> int:
         """Take what NVML has before it runs over; NVML's error, 0 for none."""
-        code = self._unsupported
+        if self._unsupported:
+            return self._unsupported
+        now_us = time.time_ns() // 1000
+        self._busy.seen_us = since(self._busy.seen_us, now_us)
         count = ctypes.c_uint()
         value_type = ctypes.c_uint()
-        while not code:
-            count.value = len(self._room)
-            # Not pynvml's function, which asks twice: how many, and which.
-            code = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetSamples")(
-                self._handle,
-                ctypes.c_uint(self._kind),
-                ctypes.c_ulonglong(self._busy.seen_us),
-                ctypes.byref(value_type),
-                ctypes.byref(count),
-                self._room,
-            )
-            if code != reasons.INSUFFICIENT_SIZE or not len(self._room) < count.value <= _MOST:
-                break
+        code = self._ask(value_type, count)
+        if code == reasons.INSUFFICIENT_SIZE and len(self._room) < count.value <= _MOST:
             self._room = (pynvml.c_nvmlSample_t * count.value)()
-            code = 0
+            code = self._ask(value_type, count)
         if code in (reasons.NOT_FOUND, reasons.NO_DATA):  # nothing new
             return 0
         if code:
             if code in UNSUPPORTED:
                 self._unsupported = code
             return code
-        member = VALUE_MEMBERS.get(value_type.value, "uiVal")
         samples = self._room[: min(count.value, len(self._room))]
-        self._hoard.append(
-            self._busy.take((s.timeStamp, int(getattr(s.sampleValue, member))) for s in samples)
+        values = (value_of(sample.sampleValue, value_type.value) for sample in samples)
+        taken = self._busy.take(
+            [
+                (sample.timeStamp, _NO_SHARE if value is None else int(value))
+                for sample, value in zip(samples, values, strict=True)
+            ],
+            now_us,
         )
+        self._kept = Taken(*(a + b for a, b in zip(self._kept, taken, strict=True)))
         return 0
+
+    def _ask(self, value_type: ctypes.c_uint, count: ctypes.c_uint) -> int:
+        # Not pynvml's function, which asks twice: how many, and which.
+        try:
+            function = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetSamples")
+        except pynvml.NVMLError as error:
+            return int(error.value)
+        count.value = len(self._room)
+        code: int = function(
+            self._handle,
+            ctypes.c_uint(self._kind),
+            ctypes.c_ulonglong(self._busy.seen_us),
+            ctypes.byref(value_type),
+            ctypes.byref(count),
+            self._room,
+        )
+        return code
+
+    def ask_again(self) -> None:
+        """What was not supported may be now, as when MIG was turned off."""
+        self._unsupported = 0

@@ -2,7 +2,8 @@
 
 Lines of JSON: questions come in on stdin, `{"round": n, "at": seconds, …}`, and the answers to each go out
 on stdout, one line for how it stands with NVML, one for each GPU and event, and one for the end. `at` is a
-time of the monotonic clock at which to look. It ends when its stdin does, and dies with its parent.
+time of the monotonic clock at which to look; devices in `last` are asked after the others, those in `skip`
+not at all. It ends when its stdin does, and dies with its parent.
 
     python -m expanse_ebpf.nvml.worker --once    # the answers to one question, for a person to read
 """
@@ -17,88 +18,84 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pynvml
 
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.device import Device
+from expanse_ebpf.nvml.events import Events
 from expanse_ebpf.nvml.process_list import KINDS, ProcessList, read_pid_max
 from expanse_ebpf.nvml.readings import GpuLostError
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_NAME = b"expanse-nvml"  # in ps and top
 _EMPTY_S = 1.0  # how often the buffers of samples are emptied while no question is due
-_COUNT_S = 30.0  # how often the devices are counted
-_MOST_EVENTS = 64  # in one round
+COUNT_S = 30.0  # how often the devices are counted
 _MOST_DEVICES = 64
 _MEMORY_ROUNDS = 30  # how often the process looks at its own memory
 _FAILED = 3  # exit status: NVML could not be begun, as was said
 
 
 class Worker:
-    """NVML's devices, in the order in which they are asked."""
+    """NVML's devices, in the order in which they are asked.
+
+    `seen_us` has by UUID the stamp of the newest sample of use that an earlier worker took.
+    """
 
     def __init__(self, profiler: bool, seen_us: dict[str, int]) -> None:
         self._profiler = profiler
         self._seen_us = seen_us
         self._devices: dict[str, Device] = {}
         self.absent: dict[str, int] = {}  # NVML's error by "index N" of devices that it gives no handle of
-        self._events: Any = None
-        self._registered: set[str] = set()
-        self._looked = 0.0  # when the devices were counted
+        self._events = Events()
+        self._look_due = 0.0  # when the devices are to be counted again
         self.status: dict[str, Any] = {}
 
     def begin(self) -> int:
         """Begin with NVML; its error, 0 for none."""
         try:
             pynvml.nvmlInit()
-            self.status = {
-                "driver_version": pynvml.nvmlSystemGetDriverVersion(),
-                "nvml_version": pynvml.nvmlSystemGetNVMLVersion(),
-                "cuda_version": _cuda_version(),
-            }
             self._find()
         except pynvml.NVMLError as error:
             return int(error.value)
+        self.status = {
+            "driver_version": _text(pynvml.nvmlSystemGetDriverVersion),
+            "nvml_version": _text(pynvml.nvmlSystemGetNVMLVersion),
+            "cuda_version": _text(_cuda_version),
+        }
         return 0
 
     def _find(self) -> None:
-        """Look which devices there are; raises pynvml.NVMLError."""
-        self._looked = time.monotonic()
+        """Look which devices there are; raises pynvml.NVMLError when it cannot count them."""
+        self._look_due = time.monotonic() + COUNT_S
         lists = {}
         pid_max = read_pid_max()
         for kind in KINDS:
             with contextlib.suppress(AttributeError):
                 lists[kind] = ProcessList(pynvml.nvmlLib, kind, pid_max)
-        before, self._devices, self.absent = self._devices, {}, {}
+        now: dict[str, Device] = {}
+        absent = {}
         for index in range(min(pynvml.nvmlDeviceGetCount(), _MOST_DEVICES)):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 uuid = pynvml.nvmlDeviceGetUUID(handle)
             except pynvml.NVMLError as error:
-                self.absent[f"index {index}"] = error.value
+                absent[f"index {index}"] = error.value
                 continue
-            known = before.pop(uuid, None)
+            except ValueError:  # a text that is none
+                absent[f"index {index}"] = reasons.ABSURD
+                continue
+            known = self._devices.get(uuid)
             if known is None:
-                seen_us = self._seen_us.get(uuid, 0)
-                known = Device(handle, uuid, lists, seen_us, profiler=self._profiler)
-                self._register(handle, uuid)
-            self._devices[uuid] = known
-        for gone in before.values():
-            with contextlib.suppress(pynvml.NVMLError):
-                gone.close()
-
-    def _register(self, handle: Any, uuid: str) -> None:
-        """Ask for the device's events; one that has none, or NVML without them, is none the worse."""
-        try:
-            if self._events is None:
-                self._events = pynvml.nvmlEventSetCreate()
-            wanted = pynvml.nvmlEventTypeXidCriticalError & pynvml.nvmlDeviceGetSupportedEventTypes(handle)
-            if wanted and uuid not in self._registered:
-                pynvml.nvmlDeviceRegisterEvents(handle, wanted, self._events)
-                self._registered.add(uuid)
-        except pynvml.NVMLError as error:
-            print(f"no events of {uuid}: {reasons.sentence(error.value)}", file=sys.stderr)
+                known = Device(handle, uuid, lists, self._seen_us.get(uuid, 0), profiler=self._profiler)
+            self._events.register(handle, uuid)
+            now[uuid] = known
+        before, self._devices, self.absent = self._devices, now, absent
+        for uuid in before.keys() - now.keys():
+            self._seen_us[uuid] = before[uuid].seen_us
+            before[uuid].close()
 
     def order(self, last: list[str]) -> list[str]:
         """The devices as they will be asked: those in `last`, at which NVML hung before, after the others."""
@@ -107,15 +104,18 @@ class Worker:
     def read(self, uuid: str, *, by_process: bool) -> dict[str, Any]:
         """One round of one device."""
         try:
-            return self._devices[uuid].read(by_process=by_process)
+            answer = self._devices[uuid].read(by_process=by_process)
         except GpuLostError as error:
-            return {"uuid": uuid, "lost": error.code}
+            answer = {"uuid": uuid, "lost": error.code}
         except pynvml.NVMLError as error:
-            return {"uuid": uuid, "failed": error.value}
+            answer = {"uuid": uuid, "failed": error.value}
+        if "values" not in answer:
+            self._look_due = 0.0  # it may be there under another handle
+        return answer
 
     def look_again(self) -> None:
         """Count the devices again when it is time; what fails is tried again next time."""
-        if time.monotonic() - self._looked > _COUNT_S or self.absent:
+        if self.absent or time.monotonic() >= self._look_due:
             with contextlib.suppress(pynvml.NVMLError):
                 self._find()
 
@@ -126,33 +126,36 @@ class Worker:
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened since the last call."""
-        found: list[dict[str, Any]] = []
-        while self._events is not None and len(found) < _MOST_EVENTS:
-            try:
-                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
-                uuid = pynvml.nvmlDeviceGetUUID(event.device)
-            except pynvml.NVMLError as error:
-                if error.value != reasons.TIMEOUT:
-                    found.append({"failed": error.value})
-                break
-            if event.eventType & pynvml.nvmlEventTypeXidCriticalError:
-                found.append({"uuid": uuid, "xid": event.eventData})
-        return found
+        return self._events.take()
+
+
+def _text(function: Callable[[], str]) -> str:
+    """What the function gives, or nothing."""
+    try:
+        return function()
+    except (pynvml.NVMLError, ValueError):
+        return ""
 
 
 def _cuda_version() -> str:
-    with contextlib.suppress(pynvml.NVMLError):
-        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return f"{version // 1000}.{version % 1000 // 10}"
-    return ""
+    version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _say(number: int, **line: Any) -> None:
-    """One line, in one write: a GPU that was read is told before the next one is asked."""
-    os.write(1, json.dumps({"round": number, **line}, separators=(",", ":")).encode() + b"\n")
+class _Answers:
+    """Lines to the file descriptor `fd`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def say(self, number: int, **line: Any) -> None:
+        """One line at once: a GPU that was read is told before the next one is asked."""
+        data = json.dumps({"round": number, **line}, separators=(",", ":")).encode() + b"\n"
+        while data:
+            data = data[os.write(self._fd, data) :]
 
 
-def _begin(question: dict[str, Any], library: str, profiler: bool) -> Worker | None:
+def _begin(answers: _Answers, question: dict[str, Any], library: str, profiler: bool) -> Worker | None:
     code = 0
     if library:
         try:  # what is loaded already is found by its SONAME, whoever asks for libnvidia-ml.so.1
@@ -163,26 +166,28 @@ def _begin(question: dict[str, Any], library: str, profiler: bool) -> Worker | N
     worker = Worker(profiler, question.get("seen", {}))
     code = code or worker.begin()
     if code:
-        _say(question["round"], nvml={"code": code})
+        answers.say(question["round"], nvml={"code": code})
         return None
     return worker
 
 
-def _answer(worker: Worker, question: dict[str, Any]) -> None:
+def _answer(answers: _Answers, worker: Worker, question: dict[str, Any]) -> None:
     number = question["round"]
     began = time.monotonic_ns()
     worker.look_again()
     order = worker.order(question.get("last", []))
-    _say(number, nvml={**worker.status, "order": order, "absent": worker.absent})
-    by_process = question.get("by_process", [])
+    answers.say(number, nvml={**worker.status, "order": order, "absent": worker.absent})
+    by_process, skip = question.get("by_process", []), question.get("skip", [])
     for uuid in order:
-        _say(number, device={**worker.read(uuid, by_process=uuid in by_process), "time_ns": time.time_ns()})
+        if uuid not in skip:
+            device = worker.read(uuid, by_process=uuid in by_process)
+            answers.say(number, device={**device, "time_ns": time.time_ns()})
     for event in worker.events():
-        _say(number, event=event)
+        answers.say(number, event=event)
     own = {"cpu_ns": time.process_time_ns()}
     if number % _MEMORY_ROUNDS == 1:
         own["pss_bytes"] = _own_pss()
-    _say(number, end=time.monotonic_ns() - began, **own)
+    answers.say(number, end=time.monotonic_ns() - began, **own)
 
 
 def _own_pss() -> int:
@@ -214,6 +219,8 @@ class _Questions:
 
 
 def _serve(library: str, profiler: bool) -> int:
+    answers = _Answers(os.dup(1))
+    os.dup2(2, 1)  # what the library prints is not to stand in an answer
     questions = _Questions()
     worker: Worker | None = None
     while True:
@@ -225,7 +232,7 @@ def _serve(library: str, profiler: bool) -> int:
                 worker.empty_buffers()
             continue
         if worker is None:
-            worker = _begin(question, library, profiler)
+            worker = _begin(answers, question, library, profiler)
             if worker is None:
                 return _FAILED
         while (wait := question["at"] - time.monotonic()) > 0:
@@ -236,27 +243,32 @@ def _serve(library: str, profiler: bool) -> int:
                 return 0
             if wait > _EMPTY_S:
                 worker.empty_buffers()
-        _answer(worker, question)
+        _answer(answers, worker, question)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it has gone already
+def _become_a_child_of(parent: int) -> None:
+    """End with the parent, and have nothing of it but stdin, stdout and stderr."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has gone already
         sys.exit(0)
+    libc.prctl(_PR_SET_NAME, _NAME)
+    os.closerange(3, 1 << 20)
 
 
 def main(arguments: list[str]) -> int:
-    """The command line: --library PATH, --profiler, --once."""
+    """The command line: --library PATH, --profiler, and --parent PID or --once."""
     library = arguments[arguments.index("--library") + 1] if "--library" in arguments else ""
     profiler = "--profiler" in arguments
     if "--once" in arguments:
         question = {"round": 1, "at": 0.0}
-        worker = _begin(question, library, profiler)
+        answers = _Answers(1)
+        worker = _begin(answers, question, library, profiler)
         if worker is None:
             return _FAILED
-        _answer(worker, question)
+        _answer(answers, worker, question)
         return 0
-    _die_with_parent()
+    _become_a_child_of(int(arguments[arguments.index("--parent") + 1]))
     with contextlib.suppress(BrokenPipeError):
         return _serve(library, profiler)
     return 0

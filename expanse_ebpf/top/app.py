@@ -1,4 +1,4 @@
-"""The live view: a table of jobs, the processes of a chosen one, and what the collector itself costs."""
+"""The live view: a table of jobs or of GPUs, all about a chosen one, and what the collector itself costs."""
 
 from __future__ import annotations
 
@@ -14,46 +14,21 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.coordinate import Coordinate
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.widgets import DataTable, Input, Static
 
 from expanse_ebpf.errors import ExpanseError, UnavailableError
-from expanse_ebpf.top import columns, detail, plain, text
+from expanse_ebpf.top import columns, detail, gpu_panel, gpus, plain, table, text
+from expanse_ebpf.top.board import Board, Row, cells
+from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.feed import HISTORY, Feed
-from expanse_ebpf.top.rates import Rates, Values, set_age
+from expanse_ebpf.top.help import Help
+from expanse_ebpf.top.rates import Rates, set_age
 from expanse_ebpf.wire.collector_pb2 import ProcessesReply, Report
 
 RETRY_S = 1.0
-JobRun = tuple[str, int]  # key and run
 _LEAST_HEIGHT = 12  # of a window in which there is room to say what has no room
-_DIM_STATES = {"ended", "starting"}
-_WARN_STATES = {"held_idle": "yellow", "stale": "red"}
-
-HELP = """\
-[b]Jobs[/b]
-  ↑ ↓ PgUp PgDn    choose
-  Enter            processes and details of the chosen job
-  Esc              close them; clear the filter
-  /                filter by key, name, user or state
-
-[b]Order[/b]
-  c cores   m memory   i I/O   s switches   w wait
-  p processes   n key   u user   y Python   r reverse
-
-[b]View[/b]
-  Space   pause     t  light or dark     ?  this     q  quit
-
-[b]Columns[/b]
-  CORES      CPUs kept busy         HISTORY  the same, over time
-  IPC        instructions per cycle MISS     cache misses per reference
-  SWITCH/S   context switches       WAIT     tasks waiting for a CPU
-  I/O        bytes read and written
-  PYTHON     the line that was on a CPU most in the last 10 s, or,
-             below half a core, where the program waits
-  A dash stands where a figure is not known.
-"""
+_MOST_EVENTS = 1000  # of GPUs, kept for the panels
 
 
 class Arrived(Message):
@@ -76,29 +51,10 @@ class Lost(Message):
 class Processes(Message):
     """The processes of a job, or why there are none."""
 
-    def __init__(self, job: JobRun, reply: ProcessesReply | str) -> None:
+    def __init__(self, job: Row, reply: ProcessesReply | str) -> None:
         self.job = job
         self.reply = reply
         super().__init__()
-
-
-class Help(ModalScreen[None]):
-    """What the keys do."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,q,enter,space", "dismiss", "Close")
-    ]
-    CSS = """
-    Help { align: center middle; }
-    Help > VerticalScroll { width: 78; max-width: 100%; height: auto; max-height: 100%;
-        border: round $primary; padding: 0 2; background: $surface; }
-    Help Static { width: auto; height: auto; }
-    """
-
-    def compose(self) -> ComposeResult:
-        """One box."""
-        with VerticalScroll():
-            yield Static(HELP)
 
 
 class TopApp(App[None]):
@@ -114,9 +70,9 @@ class TopApp(App[None]):
     #room { display: none; color: $text-muted; }
     #note { display: none; color: $text-warning; background: $warning-muted; }
     #room.shown, #note.shown { display: block; }
-    #jobs { height: 1fr; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; background: $background; }
-    #jobs > .datatable--header { background: $background; color: $text-muted; text-style: bold; }
-    #jobs > .datatable--cursor { background: $primary 30%; text-style: none; }
+    #rows { height: 1fr; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; background: $background; }
+    #rows > .datatable--header { background: $background; color: $text-muted; text-style: bold; }
+    #rows > .datatable--cursor { background: $primary 30%; text-style: none; }
     #detail { display: none; height: 45%; border-top: solid $primary; padding: 0 1; }
     #detail { scrollbar-size-vertical: 1; }
     #detail.shown { display: block; }
@@ -131,6 +87,9 @@ class TopApp(App[None]):
         Binding("space", "pause", "pause"),
         Binding("question_mark", "help", "help"),
         Binding("escape", "leave", "back"),
+        Binding("g", "devices", "GPUs or jobs"),
+        Binding("left_curly_bracket,left_square_bracket", "page(-1)", "page up in the panel"),
+        Binding("right_curly_bracket,right_square_bracket", "page(1)", "page down in the panel"),
         Binding("t", "light", "light or dark"),
         Binding("r", "reverse", "reverse"),
         *(
@@ -145,6 +104,11 @@ class TopApp(App[None]):
                 ("n", "key"),
                 ("u", "user"),
                 ("y", "python"),
+                ("h", "gpus"),
+                ("b", "gpu"),
+                ("a", "sm"),
+                ("v", "gpu_memory"),
+                ("e", "power"),
             )
         ),
     ]
@@ -155,6 +119,7 @@ class TopApp(App[None]):
         keep: Callable[[Report], Report] = lambda report: report,
         require: Callable[[], None] = lambda: None,
         sort: str = "cpu",
+        devices: bool = False,
     ) -> None:
         super().__init__()
         self.failure: ExpanseError | None = None
@@ -162,22 +127,22 @@ class TopApp(App[None]):
         self.keep = keep
         self.require = require
         self.sort_by = sort
+        self.devices = devices  # the GPUs are on the screen, not the jobs
         self.reversed = False
         self.paused = False
         self.filter_text = ""
         self.snapshot: Values | None = None  # the newest
         self.drawn: Values | None = None  # the one on the screen, older while paused
-        self.open_job: JobRun | None = None
+        self.open_row: Row | None = None  # the one whose panel is open
         self.lost = ""
         self._rates = Rates()
-        self._history: dict[JobRun, deque[float | None]] = {}
+        self._history: dict[Row, deque[float | None]] = {}
         self._last: tuple[str, int] = ("", -1)  # boot and sequence of the newest report
         self._interval_s = 0.0
         self._arrived_at: float | None = None
         self._age_then: float | None = None
-        self._widths: dict[str, int] = {}  # of the columns on the screen, by name
-        self._titles: list[str] = []
-        self._rows: dict[JobRun, list[Text]] = {}
+        self._events: deque[Values] = deque(maxlen=_MOST_EVENTS)
+        self._left_at: Row | None = None  # where the cursor was in the other view
         self._processes: ProcessesReply | str | None = None
         self._process_rates = detail.ProcessRates()
         self._asking = False
@@ -189,7 +154,7 @@ class TopApp(App[None]):
     def compose(self) -> ComposeResult:
         """From top to bottom."""
         yield Static(id="head", markup=False)
-        yield DataTable[Text](id="jobs", cursor_type="row", cursor_foreground_priority="renderable")
+        yield Board(id="rows")
         with VerticalScroll(id="detail", can_focus=False):
             yield Static(id="detail-text", markup=False)
         yield Static(id="room", markup=False)
@@ -199,7 +164,7 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to follow the feed."""
-        self.table.focus()
+        self.board.focus()
         self._draw()
         self.set_interval(1.0, self._look_at_age)
         threading.Thread(target=self._follow, daemon=True).start()
@@ -213,9 +178,9 @@ class TopApp(App[None]):
         self._stop.set()
 
     @property
-    def table(self) -> DataTable[Text]:
-        """The table of jobs."""
-        return self.query_one("#jobs", DataTable)
+    def board(self) -> Board:
+        """The table of jobs or GPUs."""
+        return self.screen_stack[0].query_one("#rows", Board)
 
     def _follow(self) -> None:
         """Runs in a thread of its own: reports in, again and again."""
@@ -239,9 +204,10 @@ class TopApp(App[None]):
         self._last = mark
         self.lost = ""
         self.snapshot = self._rates.add(self.keep(report), message.age_s)
+        self._events.extend(self.snapshot["gpu_events"])
         self._interval_s = report.interval_ns / 1e9
         self._arrived_at, self._age_then = time.monotonic(), message.age_s
-        seen: set[JobRun] = set()
+        seen: set[Row] = set()
         for job in self.snapshot["jobs"]:
             seen.add(_run(job))
             self._history.setdefault(_run(job), deque(maxlen=HISTORY)).append(job["cpu_cores"])
@@ -302,13 +268,13 @@ class TopApp(App[None]):
         )
         line = plain.headline(snapshot, date=False)
         self._head(f"{marks} · {line}" if marks else line)
-        self._draw_jobs(snapshot)
+        self._draw_rows(snapshot)
         self._draw_detail(snapshot)
 
     def _head(self, line: str) -> None:
         self.screen_stack[0].query_one("#head", Static).update(Text(line, no_wrap=True))
         cost = "" if self.drawn is None else plain.own_cost(self.drawn)
-        keys = "? help   / filter   q quit"
+        keys = f"? help   {self._other_view()}/ filter   q quit"
         room = self.size.width - 2 - text.cell_width(cost) - len(keys)
         if room <= 2:  # how to get help, and out, is always there
             keys = "? q"
@@ -316,120 +282,110 @@ class TopApp(App[None]):
         line = cost + " " * room + keys if room > 0 else keys
         self.screen_stack[0].query_one("#cost", Static).update(Text(line, no_wrap=True))
 
+    def _other_view(self) -> str:
+        if self.devices:
+            return "g jobs   "
+        return "g GPUs   " if self.drawn is not None and self.drawn["gpus"] else ""
+
     def _draw_note(self) -> None:
         note = self.screen_stack[0].query_one("#note", Static)
         message = f"{self.lost} (trying again)" if self.lost else ""
         if not message and self.drawn is None:
             message = f"waiting for the first report from {self.feed.where}"
-        elif not message and self.drawn is not None and not self.drawn["jobs"]:
-            message = "no jobs; `expanse-ebpf run --name NAME -- CMD` starts one"
+        elif not message and self.drawn is not None:
+            message = self._what_is_missing(self.drawn)
         note.update(Text(message, no_wrap=True))
         note.set_class(bool(message), "shown")
 
-    def _draw_jobs(self, snapshot: Values) -> None:
-        jobs = [job for job in snapshot["jobs"] if columns.matches(job, self.filter_text)]
-        jobs = columns.sort(jobs, self.sort_by, self.reversed)
-        table = self.screen_stack[0].query_one("#jobs", DataTable)
-        chosen, left_out = columns.choose(jobs, self.size.width - 3, history=True, sort=self.sort_by)
-        self._draw_left_out(left_out if jobs else [])
-        titles = [self._title(column) for column in chosen]
-        widths = self._fit(chosen, jobs)
-        rows = {_run(job): self._cells(job, chosen, widths) for job in jobs}
-        if widths == self._widths and titles == self._titles and list(rows) == list(self._rows):
-            for y, (run, cells) in enumerate(rows.items()):
-                for x, cell in enumerate(cells):
-                    if cell != self._rows[run][x]:
-                        table.update_cell_at(Coordinate(y, x), cell)
-        else:
-            self._rebuild(table, chosen, titles, widths, rows)
-        self._widths, self._titles, self._rows = widths, titles, rows
+    def _what_is_missing(self, snapshot: Values) -> str:
+        if self.devices and not snapshot["gpus"]:
+            return gpus.absent(snapshot)
+        wrong = gpus.trouble(snapshot, "Enter tells more" if self.devices else "see g")
+        if not self.devices and not snapshot["jobs"]:
+            wrong.insert(0, "no jobs; `expanse-ebpf run --name NAME -- CMD` starts one")
+        return " · ".join(wrong)
 
-    def _draw_left_out(self, left_out: list[columns.Column]) -> None:
+    def _draw_rows(self, snapshot: Values) -> None:
+        room = self.size.width - 3
+        if self.devices:
+            rows = [gpu for gpu in gpus.rows(snapshot["gpus"]) if gpus.matches(gpu, self.filter_text)]
+            chosen, left_out = table.choose(gpus.COLUMNS, rows, room)
+        else:
+            rows = [job for job in snapshot["jobs"] if columns.matches(job, self.filter_text)]
+            rows = columns.sort(rows, self.sort_by, self.reversed)
+            chosen, left_out = table.choose(columns.COLUMNS, rows, room, self.sort_by)
+        self._draw_left_out(left_out if rows else [])
+        titles = [self._title(column) for column in chosen]
+        widths = self._fit(chosen, rows)
+        if self.devices:
+            drawn = {(gpu["uuid"], 0): cells(chosen, gpu, widths, gpus.is_dim(gpu)) for gpu in rows}
+        else:
+            drawn = {_run(job): self._cells(job, chosen, widths) for job in rows}
+        self.board.show(chosen, titles, widths, drawn)
+
+    def _draw_left_out(self, left_out: list[table.Column]) -> None:
         line = self.screen_stack[0].query_one("#room", Static)
-        line.update(Text(columns.left_out_line(left_out), no_wrap=True))
+        line.update(Text(table.left_out_line(left_out), no_wrap=True))
         line.set_class(bool(left_out) and self.size.height >= _LEAST_HEIGHT, "shown")
 
-    def _rebuild(
-        self,
-        table: DataTable[Text],
-        chosen: list[columns.Column],
-        titles: list[str],
-        widths: dict[str, int],
-        rows: dict[JobRun, list[Text]],
-    ) -> None:
-        """All rows anew, with the cursor on the job that it was on."""
-        old = list(self._rows)
-        at = table.cursor_row
-        selected = old[at] if 0 <= at < len(old) else None
-        scroll = table.scroll_y
-        table.clear(columns=True)
-        for column, title in zip(chosen, titles, strict=True):
-            width = widths[column.name]
-            table.add_column(Text(title, justify="right" if column.right else "left"), width=width)
-        for cells in rows.values():
-            table.add_row(*cells)
-        order = list(rows)
-        if selected in rows:
-            table.move_cursor(row=order.index(selected), scroll=False)
-        elif order:
-            table.move_cursor(row=min(at, len(order) - 1), scroll=False)
-        table.scroll_to(y=scroll, animate=False)
-
-    def _title(self, column: columns.Column) -> str:
-        arrow = ("↑" if self.reversed else "↓") if column.name == self.sort_by else ""
+    def _title(self, column: table.Column) -> str:
+        sorts = column.name == self.sort_by and not self.devices
+        arrow = ("↑" if self.reversed else "↓") if sorts else ""
         return arrow + column.title if column.right else column.title + arrow
 
-    def _fit(self, chosen: list[columns.Column], jobs: list[Values]) -> dict[str, int]:
-        """Each column's width: the history takes what is left over, and a lone key all there is."""
+    def _fit(self, chosen: list[table.Column], rows: list[Values]) -> dict[str, int]:
+        """Each column's width: the history takes what is left over, and a lone first column all there is."""
         room = self.size.width - 3
-        widths = columns.widths(chosen, jobs, room)
+        widths = table.widths(chosen, rows, room)
         spare = max(0, room - sum(width + 2 for width in widths.values()) + 2)
         if columns.HISTORY in widths:
             widths[columns.HISTORY] += min(spare, HISTORY // 2)
         elif len(chosen) <= 2:
-            widths["key"] += spare
+            widths[chosen[0].name] += spare
         return widths
 
-    def _cells(self, job: Values, chosen: list[columns.Column], widths: dict[str, int]) -> list[Text]:
-        state = job["state"]
-        style = "dim" if state in _DIM_STATES or state == "stale" else ""
-        cells = []
-        for column in chosen:
-            width = widths[column.name]
+    def _cells(self, job: Values, chosen: list[table.Column], widths: dict[str, int]) -> list[Text]:
+        dim = columns.is_dim(job)
+        drawn = cells(chosen, job, widths, dim)
+        for x, column in enumerate(chosen):
             if column.name == columns.HISTORY:
-                line = text.Locale().sparkline(self._history.get(_run(job), ()), width)
-                cells.append(Text(line, style=style or "dim cyan", no_wrap=True))
-                continue
-            shown = text.fit(columns.cell(column, job, width), width, column.right)
-            cell_style = style
-            if column.name == "state" and state in _WARN_STATES:
-                cell_style = _WARN_STATES[state]
-            elif column.name == "cpu" and not style:
-                cell_style = "bold"
-            cells.append(Text(shown, style=cell_style, no_wrap=True))
-        return cells
+                history = self._history.get(_run(job), ())
+                line = text.Locale().sparkline(history, widths[column.name])
+                drawn[x] = Text(line, style="dim" if dim else "dim cyan", no_wrap=True)
+        return drawn
 
     def _draw_detail(self, snapshot: Values) -> None:
         panel = self.screen_stack[0].query_one("#detail")
-        panel.set_class(self.open_job is not None, "shown")
-        if self.open_job is None:
+        panel.set_class(self.open_row is not None, "shown")
+        if self.open_row is None:
             return
-        job = next((j for j in snapshot["jobs"] if _run(j) == self.open_job), None)
-        lines = detail.lines(self.open_job[0], job, self._processes, self._process_rates, self.size.width - 4)
+        lines = self._device_lines(snapshot) if self.devices else self._job_lines(snapshot)
         body = Text("\n").join(Text(line, style=style, no_wrap=True) for line, style in lines)
         self.screen_stack[0].query_one("#detail-text", Static).update(body)
+
+    def _device_lines(self, snapshot: Values) -> list[text.Line]:
+        assert self.open_row is not None
+        uuid = self.open_row[0]
+        gpu = next((gpu for gpu in snapshot["gpus"] if gpu["uuid"] == uuid), None)
+        return gpu_panel.device_lines(uuid, gpu, snapshot, self._events, self.size.width - 4)
+
+    def _job_lines(self, snapshot: Values) -> list[text.Line]:
+        assert self.open_row is not None
+        job = next((j for j in snapshot["jobs"] if _run(j) == self.open_row), None)
         if job is not None and not self.paused:
             self._ask_processes()
+        key, width = self.open_row[0], self.size.width - 4
+        return detail.lines(key, job, snapshot, self._processes, self._process_rates, width)
 
     # ---- processes of the chosen job
 
     def _ask_processes(self) -> None:
-        if self._asking or self.open_job is None:
+        if self._asking or self.open_row is None or self.devices:
             return
         self._asking = True
-        threading.Thread(target=self._fetch_processes, args=(self.open_job,), daemon=True).start()
+        threading.Thread(target=self._fetch_processes, args=(self.open_row,), daemon=True).start()
 
-    def _fetch_processes(self, job: JobRun) -> None:
+    def _fetch_processes(self, job: Row) -> None:
         """Runs in a thread of its own."""
         try:
             self.post_message(Processes(job, self.feed.processes(*job)))
@@ -439,7 +395,7 @@ class TopApp(App[None]):
     def on_processes(self, message: Processes) -> None:
         """Show them if the job is still the open one."""
         self._asking = False
-        if message.job != self.open_job:
+        if message.job != self.open_row or self.devices:
             self._ask_processes()
             return
         changed = self._processes is None
@@ -450,30 +406,26 @@ class TopApp(App[None]):
             self._draw_soon()
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        """Enter, or a click: open the job, or close it when it is the open one."""
-        order = list(self._rows)
-        if 0 <= event.cursor_row < len(order):
-            job = order[event.cursor_row]
-            self._open(None if job == self.open_job else job)
+        """Enter, or a click: open the row, or close it when it is the open one."""
+        row = self.board.row_at(event.cursor_row)
+        if row is not None:
+            self._open(None if row == self.open_row else row)
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """The open panel follows the cursor."""
-        order = list(self._rows)
-        if (
-            self.open_job is not None
-            and self.table.row_count == len(order)
-            and 0 <= event.cursor_row < len(order)
-        ):
-            self._open(order[event.cursor_row])
+        row = self.board.row_at(event.cursor_row)
+        if self.open_row is not None and row is not None:
+            self._open(row)
 
-    def _open(self, job: JobRun | None) -> None:
-        if job != self.open_job:
-            self.open_job, self._processes, self._process_rates = job, None, detail.ProcessRates()
+    def _open(self, row: Row | None) -> None:
+        if row != self.open_row:
+            self.query_one("#detail", VerticalScroll).scroll_home(animate=False)
+            self.open_row, self._processes, self._process_rates = row, None, detail.ProcessRates()
             self._draw_soon()
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
         """A click on a title sorts by it, a second one turns the order around."""
-        name = list(self._widths)[event.column_index]
+        name = list(self.board.shown_widths)[event.column_index]
         if name == self.sort_by:
             self.action_reverse()
         else:
@@ -482,14 +434,29 @@ class TopApp(App[None]):
     # ---- keys
 
     def action_sort(self, name: str) -> None:
-        """Sort by the column `name`."""
-        self.sort_by, self.reversed = name, False
-        self._draw_soon()
+        """Sort the jobs by the column `name`; GPUs stand in NVML's order."""
+        if not self.devices:
+            self.sort_by, self.reversed = name, False
+            self._draw_soon()
 
     def action_reverse(self) -> None:
-        """Turn the order around."""
-        self.reversed = not self.reversed
+        """Turn the order of the jobs around."""
+        if not self.devices:
+            self.reversed = not self.reversed
+            self._draw_soon()
+
+    def action_devices(self) -> None:
+        """The node's GPUs, or the jobs again, with the cursor where it was there."""
+        self._open(None)
+        here = self.board.row_at(self.board.cursor_row)
+        self.board.turn_to(self._left_at)
+        self.devices, self._left_at = not self.devices, here
         self._draw_soon()
+
+    def action_page(self, pages: int) -> None:
+        """Turn pages of the open panel, back where `pages` is below 0."""
+        panel = self.query_one("#detail", VerticalScroll)
+        panel.scroll_relative(y=pages * max(1, panel.size.height - 1), animate=False)
 
     def action_pause(self) -> None:
         """Hold the picture; reports are still taken in."""
@@ -514,10 +481,10 @@ class TopApp(App[None]):
     def action_leave(self) -> None:
         """Close what is open: the filter's field, the panel, the filter."""
         field = self.query_one("#filter", Input)
-        if field.has_class("shown") or (self.open_job is None and self.filter_text):
+        if field.has_class("shown") or (self.open_row is None and self.filter_text):
             field.value = self.filter_text = ""
             field.remove_class("shown")
-            self.table.focus()
+            self.board.focus()
             self._draw_soon()
         else:
             self._open(None)
@@ -530,8 +497,8 @@ class TopApp(App[None]):
     def on_input_submitted(self, _event: Input.Submitted) -> None:
         """Keep the filter and go back to the table."""
         self.query_one("#filter", Input).remove_class("shown")
-        self.table.focus()
+        self.board.focus()
 
 
-def _run(job: Values) -> JobRun:
+def _run(job: Values) -> Row:
     return job["key"], job["run"]

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from expanse_ebpf.export.origin import Origin, Origins
 from expanse_ebpf.top import text
-from expanse_ebpf.top.rates import Values
+from expanse_ebpf.top.deltas import Values
+from expanse_ebpf.top.table import Column
 
 HISTORY = "history"
 PYTHON = "python"
 PYTHON_WIDTH = 36
 LEAST_PYTHON = 18  # columns; what gives way first
 _LEAST_KEY = 20  # likewise
+WARN_STATES = {"held_idle": "yellow", "stale": "red"}
+_DIM_STATES = {"ended", "starting", "stale"}
 _LITTLE_CPU = 0.5  # cores, below which it says more where a job waits
 _TELLING = ("opted out", "unsupported interpreter")  # reasons for which the column is shown
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column: how a job's value is shown, what it is sorted by, and how dear it is."""
-
-    name: str
-    title: str
-    width: int  # columns of the terminal, as a rule
-    show: Callable[[Values], str]
-    order: Callable[[Values], Any]  # None sorts last, numbers downwards, text upwards
-    rank: int  # columns of a high rank go first where there is no room
-    right: bool = True
-    needs: Callable[[Values], Any] | None = None  # shown only when this is known of at least one job
 
 
 def io_bytes(job: Values) -> float | None:
@@ -98,35 +86,83 @@ def code_line(hot: Values, width: int = PYTHON_WIDTH) -> str:
     return text.fit(last, max(4, width - len(number + share))).rstrip() + number + share
 
 
-COLUMNS = (
-    Column("key", "JOB", 24, lambda j: text.clean(j["key"]), lambda j: j["key"], -1, right=False),
+def key_width(jobs: Sequence[Values]) -> int:
+    """What the jobs' keys need, within reason."""
+    return max(8, min(36, max((text.cell_width(job["key"]) for job in jobs), default=0)))
+
+
+def is_dim(job: Values) -> bool:
+    """Whether a job's figures are of the past, or not yet there."""
+    return job["state"] in _DIM_STATES
+
+
+def _bold(job: Values) -> str:
+    return "" if is_dim(job) else "bold"
+
+
+def _text(field: str) -> Callable[[Values], str]:
+    return lambda job: text.clean(job[field] or text.UNKNOWN)
+
+
+def _state_style(job: Values) -> str:
+    return WARN_STATES.get(job["state"], "")
+
+
+def _gpu(field: str) -> Callable[[Values], Any]:
+    return lambda job: job["gpu"] and job["gpu"][field]
+
+
+def gpus_held(job: Values) -> str:
+    """How many GPUs and MIG instances it holds: "2", "1 MIG", "1+2 MIG".
+
+    With "!" where the sources disagree or name what this node has not got; "?" where nothing is left.
+    """
+    gpu = job["gpu"]
+    if gpu is None:
+        return text.UNKNOWN
+    doubt = bool(gpu["conflicts"] or gpu["unknown"])
+    if doubt and not gpu["count"]:
+        return "?"
+    whole, parts = gpu["count"] - gpu["mig_instances"], gpu["mig_instances"]
+    held = f"{whole}+{parts} MIG" if whole and parts else f"{parts} MIG" if parts else str(whole)
+    return held + "!" * doubt
+
+
+def _held_style(job: Values) -> str:
+    return "yellow" if gpus_held(job)[-1] in "?!" else ""
+
+
+COLUMNS: tuple[Column, ...] = (
     Column(
-        "name",
-        "NAME",
-        16,
-        lambda j: text.clean(j["name"] or text.UNKNOWN),
-        lambda j: j["name"],
-        9,
+        "key",
+        "JOB",
+        24,
+        lambda j: text.clean(j["key"]),
+        lambda j: j["key"],
+        -1,
         right=False,
+        least=_LEAST_KEY,
+        usual=key_width,
     ),
+    Column("name", "NAME", 16, _text("name"), lambda j: j["name"], 12, right=False),
+    Column("user", "USER", 10, _text("user"), lambda j: j["user"], 11, right=False),
     Column(
-        "user",
-        "USER",
-        10,
-        lambda j: text.clean(j["user"] or text.UNKNOWN),
-        lambda j: j["user"],
-        8,
-        right=False,
+        "cpu",
+        "CORES",
+        7,
+        lambda j: text.number(j["cpu_cores"]),
+        lambda j: j["cpu_cores"],
+        0,
+        style=_bold,
     ),
-    Column("cpu", "CORES", 7, lambda j: text.number(j["cpu_cores"]), lambda j: j["cpu_cores"], 0),
-    Column(HISTORY, "HISTORY", 12, lambda _: "", lambda j: j["cpu_cores"], 6, right=False),
+    Column(HISTORY, "HISTORY", 12, lambda _: "", lambda j: j["cpu_cores"], 9, right=False),
     Column(
         "ipc",
         "IPC",
         5,
         lambda j: text.number(j["counters"]["ipc"]),
         _counter("ipc"),
-        7,
+        10,
         needs=_counter("ipc"),
     ),
     Column(
@@ -135,7 +171,7 @@ COLUMNS = (
         6,
         lambda j: text.percent(j["counters"]["cache_miss_ratio"]),
         _counter("cache_miss_ratio"),
-        9,
+        12,
         needs=_counter("cache_miss_ratio"),
     ),
     Column(
@@ -144,7 +180,7 @@ COLUMNS = (
         8,
         lambda j: text.count(j["counters"]["context_switches_per_s"]),
         _counter("context_switches_per_s"),
-        7,
+        10,
     ),
     Column(
         "wait",
@@ -152,11 +188,49 @@ COLUMNS = (
         6,
         lambda j: text.number(j["counters"]["run_queue_wait_cores"]),
         _counter("run_queue_wait_cores"),
-        6,
+        9,
     ),
     Column("memory", "MEMORY", 9, lambda j: text.size(j["memory_bytes"]), lambda j: j["memory_bytes"], 2),
-    Column("io", "I/O", 11, lambda j: text.size_rate(io_bytes(j)), io_bytes, 5),
-    Column("processes", "PROCS", 5, lambda j: text.count(j["processes"]), lambda j: j["processes"], 4),
+    Column("io", "I/O", 11, lambda j: text.size_rate(io_bytes(j)), io_bytes, 8),
+    Column("processes", "PROCS", 5, lambda j: text.count(j["processes"]), lambda j: j["processes"], 7),
+    Column("gpus", "GPU", 5, gpus_held, _gpu("count"), 1, needs=lambda j: j["gpu"], style=_held_style),
+    Column(
+        "gpu",
+        "GPU%",
+        6,
+        lambda j: text.percent(_gpu("busy_ratio")(j)),
+        _gpu("busy_ratio"),
+        1,
+        needs=lambda j: j["gpu"],
+        style=_bold,
+    ),
+    Column(
+        "sm",
+        "SM%",
+        6,
+        lambda j: text.percent(_gpu("sm_active_ratio")(j)),
+        _gpu("sm_active_ratio"),
+        4,
+        needs=_gpu("sm_active_ratio"),
+    ),
+    Column(
+        "gpu_memory",
+        "GPU MEM",
+        9,
+        lambda j: text.size(_gpu("memory_bytes")(j)),
+        _gpu("memory_bytes"),
+        5,
+        needs=lambda j: j["gpu"],
+    ),
+    Column(
+        "power",
+        "POWER",
+        7,
+        lambda j: text.watts(_gpu("power_watts")(j)),
+        _gpu("power_watts"),
+        6,
+        needs=lambda j: j["gpu"],
+    ),
     Column(
         "state",
         "STATE",
@@ -165,6 +239,7 @@ COLUMNS = (
         lambda j: j["state"],
         1,
         right=False,
+        style=_state_style,
     ),
     Column(
         PYTHON,
@@ -175,85 +250,13 @@ COLUMNS = (
         3,
         right=False,
         needs=_python_is_known,
+        least=LEAST_PYTHON,
+        shorten=python_line,
     ),
 )
+PRINTED = tuple(column for column in COLUMNS if column.name != HISTORY)  # of one moment
 BY_NAME = {column.name: column for column in COLUMNS}
-SORT_KEYS = tuple(column.name for column in COLUMNS if column.name != HISTORY)
-
-
-Need = Callable[[Column, Sequence[Values]], int]
-
-
-def usual(column: Column, jobs: Sequence[Values]) -> int:
-    """The width of a column whose figures come and go: it should not jump with them."""
-    return key_width(jobs) if column.name == "key" else column.width
-
-
-def printed(column: Column, jobs: Sequence[Values]) -> int:
-    """The width that a column has in print, with just these values."""
-    return max([len(column.title), *(text.cell_width(column.show(job)) for job in jobs)])
-
-
-def cell(column: Column, job: Values, width: int) -> str:
-    """The job's value in at most about `width` columns."""
-    return python_line(job, width) if column.name == PYTHON else column.show(job)
-
-
-def choose(
-    jobs: Sequence[Values], width: int | None, history: bool, sort: str = "cpu", need: Need = usual
-) -> tuple[list[Column], list[Column]]:
-    """The columns that make sense for these jobs, and fit into `width` columns of the terminal; the others.
-
-    The job's key and the column `sort` are always there.
-    """
-    columns = [
-        c
-        for c in COLUMNS
-        if (not c.needs or any(c.needs(j) is not None for j in jobs)) and (history or c.name != HISTORY)
-    ]
-    left_out: list[Column] = []
-    while width is not None and sum(_least(c, need(c, jobs)) + 2 for c in columns) - 2 > width:
-        spare = [c for c in columns if c.name not in ("key", sort)]
-        if not spare:
-            break
-        left_out.append(max(spare, key=lambda c: (c.rank, c.width)))
-        columns.remove(left_out[-1])
-    return columns, sorted(left_out, key=COLUMNS.index)
-
-
-def left_out_line(left_out: Sequence[Column]) -> str:
-    """Which columns a wider terminal would show; empty for none."""
-    titles = ", ".join(column.title for column in left_out)
-    return f"not shown for want of room: {titles}" if titles else ""
-
-
-def _least(column: Column, needed: int) -> int:
-    """What a column can do with where there is little room."""
-    return min(needed, {"key": _LEAST_KEY, PYTHON: LEAST_PYTHON}.get(column.name, needed))
-
-
-def widths(
-    columns: Sequence[Column], jobs: Sequence[Values], room: int | None, need: Need = usual
-) -> dict[str, int]:
-    """The width of each column; in all, with two blanks between them, no more than `room`, as a rule."""
-    needed = {column.name: need(column, jobs) for column in columns}
-    if room is None:
-        return needed
-    found = {column.name: _least(column, needed[column.name]) for column in columns}
-    spare = room - sum(width + 2 for width in found.values()) + 2
-    for name in ("key", PYTHON):
-        if name in found and spare > 0:
-            more = min(spare, needed[name] - found[name])
-            found[name] += more
-            spare -= more
-    if spare < 0:  # the job's key gives way, the figures do not
-        found["key"] = max(4, found["key"] + spare)
-    return found
-
-
-def key_width(jobs: Sequence[Values]) -> int:
-    """What the jobs' keys need, within reason."""
-    return max(8, min(36, max((text.cell_width(job["key"]) for job in jobs), default=0)))
+SORT_KEYS = tuple(column.name for column in PRINTED)
 
 
 def sort(jobs: Iterable[Values], name: str, reverse: bool = False) -> list[Values]:

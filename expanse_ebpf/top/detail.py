@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from expanse_ebpf.top import text
+from expanse_ebpf.top import gpu_panel, text
 from expanse_ebpf.top.columns import is_standard
-from expanse_ebpf.top.rates import Values
+from expanse_ebpf.top.deltas import Values
+from expanse_ebpf.top.text import Line
 from expanse_ebpf.wire.collector_pb2 import Process, ProcessesReply
 
-Line = tuple[str, str]  # text and style
 MAX_PROCESSES = 200
 
 
@@ -36,13 +36,19 @@ class ProcessRates:
 
 
 def lines(
-    key: str, job: Values | None, answer: ProcessesReply | str | None, rates: ProcessRates, width: int
+    key: str,
+    job: Values | None,
+    snapshot: Values,
+    answer: ProcessesReply | str | None,
+    rates: ProcessRates,
+    width: int,
 ) -> list[Line]:
     """What the panel says; `answer` is None while it is awaited and a text when it is an error."""
     if job is None:
         return [(text.clean(key), "bold"), ("The job is no longer here.", "")]
     result: list[Line] = [(_title(job), "bold"), *((line, "") for line in _figures(job))]
     result += [(line, "") for line in _python(job["python"])]
+    result += gpu_panel.job_lines(job, snapshot, width)
     if answer is None:
         result += [("", ""), ("asking for its processes …", "dim")]
     elif isinstance(answer, str):
@@ -60,7 +66,6 @@ def lines(
 
 def _title(job: Values) -> str:
     parts = [job["key"], job["name"], job["user"], job["account"], job["partition"], job["array"]]
-    parts += [f"GPU {gpu}" for gpu in job["gpus"]]
     return text.clean(" · ".join(part for part in parts if part))
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from expanse_ebpf.top import columns, text
-from expanse_ebpf.top.rates import Values
+from expanse_ebpf.top import columns, gpus, table, text
+from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.text import Locale
-
-_MOST_TEXT = 20  # columns of a terminal for a name that somebody chose
 
 
 def render(
@@ -17,50 +13,35 @@ def render(
     height: int | None = None,
     sort: str = "cpu",
     locale: Locale | None = None,
+    devices: bool = False,
 ) -> str:
-    """The node, its jobs and the collector's own cost as lines of text.
+    """The node, its jobs, or with `devices` its GPUs, and the collector's own cost as lines of text.
 
     `width` and `height` in characters; None: as large as it comes, for a pipe.
     """
     locale = locale or Locale()
-    jobs = columns.sort(snapshot["jobs"], sort)
-    table, left_out = _table(jobs, width, sort) if jobs else (["no jobs"], "")
+    if devices:
+        rows, listed, none = gpus.rows(snapshot["gpus"]), gpus.COLUMNS, gpus.absent(snapshot)
+    else:
+        rows, listed, none = columns.sort(snapshot["jobs"], sort), columns.PRINTED, "no jobs"
+    drawn, left_out = table.lines(listed, rows, width, sort) if rows else ([none], "")
     cost, *wrong = footer(snapshot)
-    foot = [cost, *([left_out] if left_out else []), *wrong]
+    foot = [cost, *([left_out] if left_out else []), *(gpus.conflicts(snapshot) if devices else []), *wrong]
     gap = [] if height is not None and height < 12 else [""]
-    room = len(jobs)
+    room = len(rows)
     if height is not None:
         foot = foot[: max(1, height // 6)]
         # Less the first line, the titles, the line that says "more", and the prompt below.
         room = max(1, height - 4 - 2 * len(gap) - len(foot))
-    lines = [headline(snapshot), *gap, *table[: room + 1]]
-    if len(jobs) > room:
-        lines.append(f"… {len(jobs) - room} more")
+    lines = [headline(snapshot), *gap, *drawn[: room + 1]]
+    if len(rows) > room:
+        lines.append(f"… {len(rows) - room} more")
     lines += gap + foot
     if height is not None:
         lines = lines[: max(1, height - 1)]
     if width is not None:
         lines = [text.fit(line, width).rstrip() for line in lines]
     return "".join(locale.text(line.rstrip()) + "\n" for line in lines)
-
-
-def _table(jobs: list[Values], width: int | None, sort: str) -> tuple[list[str], str]:
-    """The table's lines, and one that says what has no room in it."""
-
-    def need(column: columns.Column, jobs: Sequence[Values]) -> int:
-        needed = columns.printed(column, jobs)
-        a_text = not column.right and column.name not in ("key", columns.PYTHON)
-        return min(needed, max(column.width, _MOST_TEXT)) if a_text and width is not None else needed
-
-    chosen, left_out = columns.choose(jobs, width, history=False, sort=sort, need=need)
-    widths = columns.widths(chosen, jobs, width, need)
-    rows = [[c.title for c in chosen]]
-    rows += [[columns.cell(c, job, widths[c.name]) for c in chosen] for job in jobs]
-    lines = [
-        "  ".join(text.fit(cell, widths[c.name], c.right) for cell, c in zip(row, chosen, strict=True))
-        for row in rows
-    ]
-    return lines, columns.left_out_line(left_out)
 
 
 def headline(snapshot: Values, date: bool = True) -> str:
@@ -97,9 +78,10 @@ def own_cost(snapshot: Values) -> str:
 
 
 def trouble(snapshot: Values) -> list[str]:
-    """What is missing or lost at the collector: one line each, mostly none."""
+    """What is missing or lost at the collector, and wrong with GPUs: one line each, mostly none."""
     collector = snapshot["collector"]
-    lines = [
+    lines = gpus.trouble(snapshot, "see --gpus")
+    lines += [
         f"source {text.clean(s['name'])} is off: {text.clean(s['reason'] or 'no reason given')}"
         for s in collector["sources"]
         if not s["up"]

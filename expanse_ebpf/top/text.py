@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _BARS = "▁▂▃▄▅▆▇"  # no full block: rows above each other stay apart
 _ASCII_BARS = "_.-=+*#"
+Line = tuple[str, str]  # a line of a panel and its style
 UNKNOWN = "\N{EN DASH}"  # stands where a figure is not known
 _ASCII = {UNKNOWN: "-", "…": "~", "·": "|", "µ": "u", "↓": "v", "↑": "^", "─": "-"}
 
@@ -45,6 +46,29 @@ def fit(text: str, width: int, right: bool = False) -> str:
         have = cell_width(text)
     fill = " " * (width - have)
     return fill + text if right else text + fill
+
+
+def wrap(line: str, width: int) -> list[str]:
+    """Clean text in lines of at most `width` columns, broken at " · " if possible, later ones indented."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    lines: list[str] = []
+    current = ""
+    for item in line.split(" · "):
+        for sign, piece in _pieces(item, width - len(indent)):
+            if current and cell_width(current + sign + piece) <= width:
+                current += sign + piece
+            else:
+                lines += [current] * bool(current)
+                current = indent + piece if lines else piece
+    return [*lines, current]
+
+
+def _pieces(item: str, width: int) -> list[tuple[str, str]]:
+    """What is not to be broken, each with what stands before it: the item, or its words where it is long."""
+    if cell_width(item) <= width:
+        return [(" · ", item)]
+    first, *words = item.split(" ")
+    return [(" · ", first), *((" ", word) for word in words)]
 
 
 def plain_ascii(text: str) -> str:
@@ -122,6 +146,23 @@ def size_rate(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """A ratio as a percentage."""
     return UNKNOWN if value is None else f"{value * 100:.1f}%"
+
+
+def watts(value: float | None) -> str:
+    """Power: "512 W"."""
+    return UNKNOWN if value is None else f"{value:.0f} W"
+
+
+def joules(value: float | None) -> str:
+    """Energy: "950 J", "12.3 kJ"."""
+    if value is None:
+        return UNKNOWN
+    unit = ""
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 999.5 or unit == "T":
+            break
+        value /= 1000
+    return f"{value:.1f} {unit}J" if unit and value < 99.95 else f"{value:.0f} {unit}J"
 
 
 def nanoseconds(value: float | None) -> str:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.cli import nobody
+from tests.stand_ins.nvml import StandIn
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -77,3 +78,13 @@ def test_an_unreachable_controller_is_a_warning(tmp_path: Path) -> None:
     done = check("--config", str(file))
     assert done.returncode == 0
     assert any(line.startswith("warn controller: 127.0.0.1:1 ") for line in done.stdout.splitlines())
+
+
+def test_gpus_are_named(tmp_path: Path) -> None:
+    gpus = StandIn(tmp_path / "nvml", devices=8)
+    file = tmp_path / "config.toml"
+    file.write_text(f"[gpu]\nlibrary = '{gpus.library}'\n")
+    done = check("--config", str(file))
+    assert done.returncode == 0
+    assert "ok   nvml: driver 535.261.03, CUDA 12.2: 8 NVIDIA H100 80GB HBM3" in done.stdout.splitlines()
+    assert any(line.startswith("ok   device cgroups: ") for line in done.stdout.splitlines())

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from expanse_ebpf.wire.collector_pb2 import NodeSnapshot
+from tests.top.gpu_reports import MIG, UUIDS, gpu_report
 from tests.top.serving import ServedNode, make_report
 
 COMMAND = [sys.executable, "-c", "from expanse_ebpf.cli import main; main()", "top"]
@@ -213,6 +214,108 @@ def test_malformed_job_key_is_told_before_anything_else() -> None:
     result = run("--once", "--job", "99", "--socket", "/nonexistent")
     assert result.returncode == 2
     assert result.stderr.startswith(b"error: '99' is not a job's key")
+
+
+# ---- GPUs
+
+
+@pytest.fixture
+def gpu_socket(tmp_path: Path) -> Iterator[str]:
+    """A node with GPUs that has made two reports."""
+    path = str(tmp_path / "gpus.sock")
+    with ServedNode(path) as node:
+        for sequence in (1, 2):
+            node.publish(gpu_report(sequence))
+        yield path
+
+
+def test_gpus_in_a_table(gpu_socket: str) -> None:
+    result = run("--once", "--gpus", "--socket", gpu_socket)
+    assert (result.returncode, result.stderr) == (0, b"")
+    lines = result.stdout.decode().splitlines()
+    assert lines[2].startswith("GPU  ")
+    assert [line[:16].strip() for line in lines[3:10]] == [
+        *(f"{i} GPU-{i}a6b7c8d" for i in range(4)),
+        *("0 MIG-aaaaaaaa", "1 MIG-bbbbbbbb", "4 GPU-4a6b7c8d"),
+    ]
+    assert run("--gpus", "--ascii", "--socket", gpu_socket).stdout.isascii()
+
+
+def test_gpus_on_a_node_without_any(socket: str) -> None:
+    result = run("--once", "--gpus", "--socket", socket)
+    assert result.returncode == 0
+    assert b"no GPU figures: no NVIDIA driver on this node" in result.stdout
+
+
+def test_gpus_in_json(gpu_socket: str) -> None:
+    snapshot = json.loads(run("--once", "--json", "--socket", gpu_socket).stdout)
+    assert [gpu["uuid"] for gpu in snapshot["gpus"]] == [*UUIDS, *MIG]
+    assert [event["kind"] for event in snapshot["gpu_events"]] == ["xid"]
+    assert snapshot["nvml"]["driver_version"] == "580.65.06"
+    assert snapshot["jobs"][0]["gpu"]["gpus_busy"] == pytest.approx(1.35)
+
+
+@pytest.mark.parametrize(
+    ("key", "uuids", "events"),
+    [
+        ("slurm/4411", UUIDS[:2], 0),
+        ("slurm/4412", UUIDS[2:3], 1),
+        ("slurm/4413", (UUIDS[3], MIG[0]), 0),  # the instance, and the GPU whose power it takes
+    ],
+)
+def test_job_keeps_only_its_gpus(gpu_socket: str, key: str, uuids: tuple[str, ...], events: int) -> None:
+    snapshot = json.loads(run("--once", "--json", "--job", key, "--socket", gpu_socket).stdout)
+    assert [gpu["uuid"] for gpu in snapshot["gpus"]] == list(uuids)
+    assert len(snapshot["gpu_events"]) == events
+
+
+def test_gpus_and_json_exclude_each_other(gpu_socket: str) -> None:
+    result = run("--json", "--gpus", "--socket", gpu_socket)
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"error: --gpus chooses the table; leave it out")
+
+
+def test_events_of_reports_that_are_passed_over_are_not_lost(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    with ServedNode(path) as node:
+        for sequence in (1, 2):
+            node.publish(gpu_report(sequence))
+        process = subprocess.Popen(
+            [*COMMAND, "--json", "--every", "1.5", "--count", "2", "--socket", path],
+            stdout=subprocess.PIPE,
+            env=environment(),
+        )
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        sequence = 2
+        while process.poll() is None:
+            sequence += 1
+            node.publish(gpu_report(sequence, interval_s=0.1))
+            time.sleep(0.1)
+        with process.stdout:
+            second = json.loads(process.stdout.readline())
+    assert len(first["gpu_events"]) == 1
+    assert len(second["gpu_events"]) == second["sequence"] - first["sequence"] > 5
+
+
+def test_the_live_view_can_begin_with_the_gpus(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    with ServedNode(path) as node:
+        for sequence in (1, 2):
+            node.publish(gpu_report(sequence))
+        one = Terminal(["--socket", path, "--gpus"], (80, 24))
+        try:
+            one.until(lambda: b"MIG-bbbbbbbb" in one.output)
+            assert b"slurm/4413" in one.output  # who holds an instance
+            one.press(b"g")
+            one.until(lambda: b"held idle" in one.output)
+            one.press(b"q")
+            assert one.wait() == 0
+        finally:
+            one.process.kill()
+            one.process.wait()
+            os.close(one.master)
+            os.close(one.slave)
 
 
 # ---- other bad input

@@ -6,13 +6,23 @@ import re
 import sqlite3
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expanse_ebpf.wire.collector_pb2 import NodeIdentity, Report, Upstream
+from expanse_ebpf.wire.collector_pb2 import (
+    GpuEvent,
+    GpuHold,
+    GpuHolder,
+    GpuProcess,
+    GpuSample,
+    NodeIdentity,
+    Report,
+    Upstream,
+)
 from tests.controller.process import Client, Controller, client, node, report, up
 
 
@@ -77,6 +87,80 @@ def test_absurd_job_is_left_out_and_the_others_stay(
     assert metric(controller, name) == before + 1
     (snapshot,) = nodes.snapshot("mixed")
     assert [job.identity.id for job in snapshot.current.jobs] == ["good"]
+
+
+def absurd_gpus() -> dict[str, Report]:
+    def made(**fields: Any) -> Report:
+        one = report(1)
+        one.gpus.add(**{"uuid": "GPU-bad", **fields})
+        return one
+
+    kinds = {
+        "no UUID": made(uuid=""),
+        "a UUID of control characters": made(uuid="GPU\n1"),
+        "a long UUID": made(uuid="G" * 200),
+        "a long name": made(name="n" * 2000),
+        "many holders": made(holders=[GpuHolder(name=str(n)) for n in range(300)]),
+        "many conflicts": made(conflicts=["x"] * 300),
+        "many codes": made(xids=dict.fromkeys(range(300), 1)),
+        "many causes": made(throttled_ns={str(n): 1 for n in range(300)}),
+        "many reasons": made(unavailable={str(n): "x" for n in range(300)}),
+        "many processes": made(processes=[GpuProcess(pid=n) for n in range(5000)]),
+        "many bytes": made(conflicts=["x" * 2000] * 200),
+        "an event without a UUID": report(1),
+        "an event with many holders": report(1),
+        "an event of a long kind": report(1),
+        "an event of many bytes": report(1),
+        "a job with long names": report(1),
+        "a job that holds what has no UUID": report(1),
+        "a job that holds many": report(1),
+        "a job with many unknown": report(1),
+        "NVML with a long reason": report(1),
+    }
+    kinds["an event without a UUID"].gpu_events.add(kind="lost")
+    kinds["an event with many holders"].gpu_events.add(uuid="GPU-1", holders=[GpuHolder()] * 300)
+    kinds["a job that holds what has no UUID"].jobs[0].gpu.holds.add()
+    kinds["a job that holds many"].jobs[0].gpu.holds.extend([GpuHold(uuid="GPU-1")] * 300)
+    kinds["a job with many unknown"].jobs[0].gpu.unknown.extend(["x"] * 300)
+    kinds["an event of a long kind"].gpu_events.add(uuid="GPU-1", kind="k" * 2000)
+    kinds["an event of many bytes"].gpu_events.add(uuid="GPU-1", holders=[GpuHolder(name="n" * 70_000)])
+    kinds["a job with long names"].jobs[0].gpu.unknown.append("x" * 70_000)
+    kinds["NVML with a long reason"].nvml.reason = "x" * 5000
+    return kinds
+
+
+@pytest.mark.parametrize("case", absurd_gpus())
+def test_absurd_gpu_is_left_out_and_everything_else_stays(
+    case: str, controller: Controller, nodes: Client
+) -> None:
+    name = "expanse_controller_gpus_refused_total"
+    before = metric(controller, name)
+    made = absurd_gpus()[case]
+    made.gpus.add(uuid="GPU-good", power_mw=7)
+    made.gpu_events.add(uuid="GPU-good", kind="xid", xid=79)
+    sender = node(name="gpus", boot=f"boot-{before:.0f}")
+    assert nodes.send(up(made), hello=sender) == [1]
+    assert metric(controller, name) == before + 1
+    (snapshot,) = nodes.snapshot("gpus")
+    kept = snapshot.current
+    assert [gpu.uuid for gpu in kept.gpus] == ["GPU-good"]
+    assert [(event.uuid, event.xid) for event in kept.gpu_events] == [("GPU-good", 79)]
+    assert [job.identity.id for job in kept.jobs] == ["123"]
+    assert not kept.jobs[0].HasField("gpu")
+    assert not kept.HasField("nvml")
+
+
+def test_gpus_past_the_limit_go_and_the_others_stay(controller: Controller, nodes: Client) -> None:
+    name = "expanse_controller_gpus_refused_total"
+    before = metric(controller, name)
+    made = report(1)
+    made.gpus.extend(GpuSample(uuid=f"GPU-{number}" if number else "") for number in range(300))
+    made.gpu_events.extend(GpuEvent(uuid=f"GPU-{number}", kind="lost") for number in range(1100))
+    assert nodes.send(up(made), hello=node(name="crowded", install="crowded")) == [1]
+    assert metric(controller, name) == before + 44 + 100
+    (snapshot,) = nodes.snapshot("crowded")
+    assert [gpu.uuid for gpu in snapshot.current.gpus] == [f"GPU-{number}" for number in range(1, 257)]
+    assert len(snapshot.current.gpu_events) == 1000
 
 
 def test_figures_past_the_range_are_absent_not_wrong(nodes: Client) -> None:

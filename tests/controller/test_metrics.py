@@ -13,6 +13,7 @@ from expanse_controller.metrics import ControllerCollector
 from expanse_controller.store import Item, Store
 from expanse_ebpf.export.prometheus import families
 from tests.controller.process import Controller, client, node, report, up
+from tests.export.gpus import WATTS, gpu_node, uuid
 
 SECOND = 1_000_000_000
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -63,6 +64,33 @@ def test_installations_with_one_name_have_series_of_their_own(tmp_path: Path) ->
     cpu = {dict(k)["install_id"]: v for k, v in named(series, "expanse_job_cpu_seconds_total").items()}
     assert cpu == {"clone-a": 3.0, "clone-b": 4.0}
     assert set(named(series, "expanse_node_identity_conflict").values()) == {1.0}
+
+
+def test_gpus_of_every_node_are_on_the_page_once_each(tmp_path: Path) -> None:
+    with (
+        Controller(tmp_path / "x.db", "--metrics-listen", "127.0.0.1:0") as controller,
+        client(controller.address) as nodes,
+    ):
+        for name in ("a", "b"):
+            made = gpu_node()
+            made.node.CopyFrom(node(name, f"i-{name}"))
+            made.time_ns = time.time_ns()
+            nodes.send(up(made), hello=made.node)
+            (snapshot,) = nodes.snapshot(name)
+            assert snapshot.current.gpus == made.gpus
+            assert snapshot.current.nvml == made.nvml
+        series = scrape(controller.metrics)
+        points = nodes.series("slurm/4711", node="a", fields=["gpus", "gpu_busy_ns", "gpu_energy_mj"]).points
+    power = {
+        (dict(k)["node"], dict(k)["uuid"]): v for k, v in named(series, "expanse_gpu_power_watts").items()
+    }
+    assert power == {(name, uuid(n)): watts for name in ("a", "b") for n, watts in enumerate(WATTS)}
+    assert set(named(series, "expanse_nvml_up").values()) == {1.0}
+    held = {dict(k)["job_id"]: v for k, v in named(series, "expanse_job_gpus").items()}
+    assert held == {"default/a": 1, "default/b": 1, "4711": 2, "4712": 1}
+    assert [dict(point.values) for point in points] == [
+        {"gpus": 2, "gpu_busy_ns": 250 * SECOND, "gpu_energy_mj": 7500}
+    ]
 
 
 def test_silent_node_ages_and_its_jobs_go(tmp_path: Path) -> None:

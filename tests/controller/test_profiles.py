@@ -158,22 +158,6 @@ def test_last_profile_of_a_job_that_has_ended(nodes: Client) -> None:
     assert (reply.parts, reply.job.state, reply.job.last_ns) == (1, JOB_STATE_ENDED, last.time_ns)
 
 
-def test_file_of_the_version_before_gets_the_table_and_keeps_its_samples(tmp_path: Path) -> None:
-    db = tmp_path / "x.db"
-    made = Store(db)
-    made.write([Item(node(), report(1, time_ns=T), T)])
-    made._db.execute("DROP TABLE profiles")
-    made._db.execute("PRAGMA user_version = 1")
-    made.close()
-    made = Store(db)
-    item = of_minute(1)
-    assert made.write([Item(node(), item, T, list(item.profiles))]) == [STORED]
-    assert made._db.execute("PRAGMA user_version").fetchone() == (schema.VERSION,)
-    assert made._db.execute("SELECT count(*) FROM samples").fetchone() == (2,)
-    made.close()
-    assert rows(db) == [(1, 2)]
-
-
 # ---- refused
 
 

@@ -47,5 +47,5 @@ def test_no_name_is_declared_twice_and_each_has_help_and_source() -> None:
 def test_every_unit_in_a_name_is_the_declared_unit() -> None:
     for metric in METRICS:
         stem = metric.name.removesuffix("_total")
-        for unit in ("seconds", "bytes", "ratio", "cores"):
+        for unit in ("seconds", "bytes", "ratio", "cores", "watts", "joules", "celsius", "hertz"):
             assert (stem.endswith(f"_{unit}")) == (metric.unit == unit), metric.name

@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from expanse_ebpf.errors import ConfigError, UnavailableError
-from expanse_ebpf.export.metrics import JOB, METRICS
+from expanse_ebpf.export.declaration import JOB
+from expanse_ebpf.export.metrics import METRICS
 from expanse_ebpf.export.prometheus import LABEL_LIMIT, ReportCollector, clean, serve
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_HELD_IDLE,
@@ -34,6 +35,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     Report,
     SourceStatus,
 )
+from tests.export.gpus import gpu_node
 
 PLACE = ("line", "share")
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +83,14 @@ def full_report() -> Report:
     report.collector.sources.append(SourceStatus(name="delays", reason="kernel.task_delayacct is 0"))
     report.jobs[0].python.unresolved["changed"] = 3
     report.jobs[0].unavailable["io_read_bytes"] = "no io controller"
+    report.jobs[0].gpu.holds.add(uuid="uuid", source="slurm", sharers=1)
+    report.nvml.up = False
+    gpu = filled(report.gpus.add())
+    gpu.state, gpu.parent_uuid = "ok", ""
+    gpu.holders.add(scheduler="slurm", id="7", run=3, source="slurm")
+    gpu.throttled_ns["power"] = 9
+    gpu.xids[79] = 1
+    gpu.unavailable["energy_mj"] = "not supported"
     return report
 
 
@@ -140,11 +150,12 @@ def test_the_lint_can_find_something() -> None:
     assert len(list(findings(bad))) == 3
 
 
-def test_promtool_finds_nothing() -> None:
+@pytest.mark.parametrize("report", [full_report(), gpu_node()], ids=["full", "GPUs"])
+def test_promtool_finds_nothing(report: Report) -> None:
     promtool = shutil.which("promtool", path=f"{ROOT / 'build'}:/usr/bin:/usr/local/bin")
     assert promtool, "promtool is missing; `make build/promtool` fetches it"
     result = subprocess.run(
-        [promtool, "check", "metrics"], input=page(full_report()), capture_output=True, text=True, check=False
+        [promtool, "check", "metrics"], input=page(report), capture_output=True, text=True, check=False
     )
     assert (result.stdout + result.stderr, result.returncode) == ("", 0)
 
@@ -178,7 +189,11 @@ def test_every_number_of_a_report_is_on_the_page() -> None:
     report = full_report()
     before = page(report)
     unseen = []
-    for message, field, path in [*numbers(report, "Report"), *numbers(report.jobs[0], "JobSample")]:
+    for message, field, path in [
+        *numbers(report, "Report"),
+        *numbers(report.jobs[0], "JobSample"),
+        *numbers(report.gpus[0], "GpuSample"),
+    ]:
         value = getattr(message, field.name)
         changed = (
             not value if isinstance(value, bool) else value / 2 if isinstance(value, float) else value + 1000

@@ -38,12 +38,14 @@ def mirror() -> str:
 class Suite:
     """One suite of Debian, such as "bookworm", for one Debian architecture, such as "arm64"."""
 
-    def __init__(self, name: str, architecture: str) -> None:
-        self.folder = CACHE / "apt" / f"{name}-{architecture}"
+    def __init__(self, name: str, architecture: str, component: str = "main") -> None:
+        other = "" if component == "main" else f"-{component}"
+        self.folder = CACHE / "apt" / f"{name}-{architecture}{other}"
         self._environment = os.environ | {"APT_CONFIG": str(self.folder / "apt.conf")}
         for folder in ("lists/partial", "cache/archives/partial"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
-        (self.folder / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror()} {name} main\n")
+        source = f"deb [signed-by={KEYRING}] {mirror()} {name} {component}\n"
+        (self.folder / "sources.list").write_text(source)
         settings = {
             "APT::Architecture": architecture,
             "APT::Architectures": architecture,

@@ -376,62 +376,6 @@ def test_what_run_refuses_and_passes_on(seen: Seen, what: str, code: int, words:
     assert said["error"].count("\n") == bool(words)
 
 
-SLURM = ("slurmctld", "slurmd", "slurm-client", "munge")
-
-
-@pytest.mark.parametrize("cgroup", ["v2", pytest.param("v1", marks=pytest.mark.matrix)])
-def test_the_jobs_of_a_real_slurm(guest: Callable[..., Node], cgroup: str) -> None:
-    node = guest(cgroup=cgroup, init="systemd", packages=SLURM, cpus=3, memory_mib=1536, limit_s=800)
-    result = node.run(["python3", "/payload/files/inside/cgroup_modes_slurm.py", cgroup]).check()
-    told = json.loads((result.files / "seen.json").read_text())
-    reports = [Report.FromString(p.read_bytes()) for p in sorted((result.files / "reports").iterdir())]
-    (settled,) = [report for report in reports if report.sequence == told["settled"]]
-    jobs = {sample.identity.id: sample for sample in settled.jobs if sample.identity.scheduler == "slurm"}
-    # SLURM's own word: number, number as shown, user, partition, name, state.
-    queue = {number: (shown, *rest) for number, shown, *rest in told["queue"]}
-    assert jobs.keys() == queue.keys()
-    assert len(jobs) == 3
-    for number, (shown, user, partition, name, state) in queue.items():
-        identity = jobs[number].identity
-        assert state == "RUNNING"
-        assert (identity.user, identity.partition, identity.name) == (user, partition, name)
-        assert identity.array == (shown if "_" in shown else "")
-        assert identity.uid == 1000
-    for work, number in told["ids"].items():
-        job, before, after = jobs[number], told["before"][work], told["after"][work]
-        assert before["users"] == job.processes, work
-        used = sum(stretch["cpu_s"] for stretch in before["told"]["stretches"])
-        least = used - before["told"]["earlier"]["cpu_s"]
-        assert job.cpu_ns / 1e9 >= least - 0.05, work
-        assert job.counters.run_ns / 1e9 >= least - 0.05, work
-        if cgroup == "v2":
-            usage = [line(look["files"]["unified/cpu.stat"], "usage_usec") for look in (before, after)]
-            assert usage[0] <= job.cpu_ns // 1000 <= usage[1], work
-        elif "cpu" in job.unavailable:  # slurmstepd took long before it entered the cpuacct cgroup
-            assert job.cpu_ns == job.counters.run_ns, work
-        else:
-            usage = [int(look["files"]["cpu,cpuacct/cpuacct.usage"]) for look in (before, after)]
-            assert usage[0] <= job.cpu_ns <= usage[1], work
-        assert job.memory_anon_bytes >= SLURM_MEMORY[work] * MIB, work
-        assert job.memory_limit_bytes == 150 * MIB, work
-    top = {job["key"]: job for job in json.loads(told["top"]["out"])["jobs"]}
-    for number, (shown, user, partition, name, _) in queue.items():
-        shown_job = top[f"slurm/{number}"]
-        assert (shown_job["user"], shown_job["partition"], shown_job["name"]) == (user, partition, name)
-        assert shown_job["array"] == (shown if "_" in shown else None)
-        ends = [
-            sample.state == JOB_STATE_ENDED
-            for report in reports
-            for sample in report.jobs
-            if key(sample) == f"slurm/{number}"
-        ]
-        assert ends.count(True) == 1
-        assert ends[-1]
-
-
-SLURM_MEMORY = {"step": 21, "array-1": 23, "array-2": 24}  # MiB
-
-
 def test_without_pressure_accounting_the_reason_is_told(guest: Callable[..., Node]) -> None:
     script = (
         "expanse-ebpf agent --socket /run/a --ticks 30 2>/out/log & "

@@ -103,6 +103,7 @@ def test_slurm_job(node):
         array="500_1",
         id_source="cgroup",
         gpus=["0"],
+        gpus_source="SLURM_JOB_GPUS",
         cgroup="/slurm_gpu017/uid_1201/job_501",
     )
     assert node.reader.complete(found)
@@ -304,6 +305,41 @@ def test_unit_and_container(node):
     rootless = f"/user.slice/user-1000.slice/user@1000.service/libpod-{B}.scope/container"
     node.process(12, rootless, uid=100999)
     assert node.identify(rootless, 12).uid == 1000
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/expanse-run-train",
+        "/system.slice/train.service",
+        f"/docker/{B}",
+        f"/kubepods/burstable/pod{UID}/{B}",
+    ],
+)
+def test_gpus_in_the_environment_of_the_oldest_process(node, path):
+    node.process(10, path, start=9, environ={"CUDA_VISIBLE_DEVICES": "3"})
+    node.process(
+        11, path, start=5, environ={"SLURM_JOB_GPUS": "7", "NVIDIA_VISIBLE_DEVICES": "GPU-8a,GPU-7b"}
+    )
+    found = node.identify(path, 10, 11)
+    assert (found.gpus_source, list(found.gpus)) == ("NVIDIA_VISIBLE_DEVICES", ["GPU-8a", "GPU-7b"])
+    node.process(11, path, start=5)
+    found = node.identify(path, 10, 11)
+    assert (found.gpus_source, list(found.gpus)) == ("", [])
+    node.process(11, path, start=5, environ={"CUDA_VISIBLE_DEVICES": "0,-1,1"})
+    found = node.identify(path, 10, 11)
+    assert (found.gpus_source, list(found.gpus)) == ("CUDA_VISIBLE_DEVICES", ["0"])
+
+
+def test_gpus_are_not_taken_from_slurmstepd_nor_from_a_pause_process(node):
+    step = f"{ROOT}/job_7/step_0"
+    node.process(
+        10, f"{step}/slurm", "slurmstepd", uid=0, environ={"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0"}
+    )
+    assert list(node.identify(step, 10).gpus) == []
+    pod = f"/kubepods/burstable/pod{UID}/{B}"
+    node.process(11, pod, "pause", environ={"CUDA_VISIBLE_DEVICES": "0"})
+    assert list(node.identify(pod, 11).gpus) == []
 
 
 # ---- pids that are used again ------------------------------------------------------------------------

@@ -2,7 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expanse_ebpf.jobs.slurm import VARIABLES, fill, parse_environment, parse_gpus, parse_stepd_title
+from expanse_ebpf.jobs.slurm import (
+    VARIABLES,
+    fill,
+    fill_visible_gpus,
+    parse_cuda,
+    parse_environment,
+    parse_gpus,
+    parse_stepd_title,
+)
 from expanse_ebpf.wire.collector_pb2 import JobIdentity
 
 
@@ -81,15 +89,70 @@ def test_hostile_environments_never_raise(data):
         ("GPU-U1,GPU-U3", ["GPU-U1", "GPU-U3"]),
         ("MIG-5f0a/1/0", ["MIG-5f0a/1/0"]),
         ("0,0", ["0"]),
+        ("0, 1 ,", ["0", "1"]),
         ("", []),
         ("-1", []),
         ("NoDevFiles", []),
-        ("0-9999", [str(n) for n in range(64)]),
-        ("9-0", []),
+        ("none", []),
+        ("void", []),
+        ("all", []),
+        ("/var/run/nvidia-container-devices", []),
+        ("0,-1,1", ["0", "1"]),
+        ("128", ["128"]),
+        ("GPU-", ["GPU-"]),
+        ("0000:3b:00.0,nvidia0/gi1", ["0000:3b:00.0", "nvidia0/gi1"]),
+        ("/dev/nvidia0", ["/dev/nvidia0"]),
+        ("GPU-U1::0,MIG-5f0a::1", ["GPU-U1::0", "MIG-5f0a::1"]),
+        ("0-9999", [str(n) for n in range(128)]),
+        ("9-0", ["9-0"]),
+        ("\udcff\x1b", ["\ufffd\u241b"]),
+        ("x" * 500, ["x" * 127 + "…"]),
     ],
 )
 def test_gpus(value, expected):
     assert parse_gpus(value) == expected
+
+
+def test_a_list_that_was_cut_ends_with_a_whole_name():
+    data = environ(SLURM_JOB_GPUS=",".join(f"GPU-{n:080}" for n in range(60)))
+    found = parse_gpus(parse_environment(data)["SLURM_JOB_GPUS"])
+    assert found == [f"GPU-{n:080}" for n in range(48)]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0,-1,1", ["0"]),
+        ("1,,0", ["1"]),
+        ("NoDevFiles,0", []),
+        ("2,none,0", ["2"]),
+        ("1,128,0", ["1", "128", "0"]),  # whether there is a 128 is not known here
+        ("GPU-8a,GPU-7b", ["GPU-8a", "GPU-7b"]),
+        ("", []),
+    ],
+)
+def test_what_cuda_reads(value, expected):
+    assert parse_cuda(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nvidia", "source", "gpus"),
+    [
+        ("GPU-a", "GPU-b", "CUDA_VISIBLE_DEVICES", ["GPU-a"]),
+        ("1", "", "CUDA_VISIBLE_DEVICES", ["1"]),
+        ("1", "all", "CUDA_VISIBLE_DEVICES", ["1"]),
+        ("0", "GPU-b", "NVIDIA_VISIBLE_DEVICES", ["GPU-b"]),  # number 0 of the container is GPU-b
+        ("0,GPU-a", "GPU-b", "CUDA_VISIBLE_DEVICES", ["0", "GPU-a"]),
+        ("", "2,3", "NVIDIA_VISIBLE_DEVICES", ["2", "3"]),
+        ("-1", "2", "NVIDIA_VISIBLE_DEVICES", ["2"]),
+        ("", "void", "", []),
+        ("", "", "", []),
+    ],
+)
+def test_what_is_visible(cuda, nvidia, source, gpus):
+    identity = JobIdentity(gpus=["9"], gpus_source="SLURM_JOB_GPUS")
+    fill_visible_gpus(identity, {"CUDA_VISIBLE_DEVICES": cuda, "NVIDIA_VISIBLE_DEVICES": nvidia})
+    assert (identity.gpus_source, list(identity.gpus)) == (source, gpus)
 
 
 def test_fill():
@@ -115,24 +178,45 @@ def test_fill():
     assert (identity.name, identity.account, identity.partition) == ("resnet", "physics", "gpu")
     assert identity.array == "500_1"
     assert identity.labels["het_job"] == "500+1"
-    assert list(identity.gpus) == ["2", "3"]
+    assert (identity.gpus_source, list(identity.gpus)) == ("SLURM_JOB_GPUS", ["2", "3"])
     assert identity.id == "501"
     assert identity.user == ""
 
 
 @pytest.mark.parametrize(
-    ("values", "gpus"),
+    ("values", "source", "gpus"),
     [
-        ({"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}, ["1"]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-U1"}, ["GPU-U1"]),
-        ({"SLURM_JOB_GPUS": "", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
-        ({}, []),
+        ({"SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}, "SLURM_STEP_GPUS", ["1"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-U1"}, "CUDA_VISIBLE_DEVICES", ["GPU-U1"]),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-U1"}, "NVIDIA_VISIBLE_DEVICES", ["GPU-U1"]),
+        ({"SLURM_JOB_GPUS": "", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "", []),
+        ({"SLURM_JOB_GPUS": "128"}, "SLURM_JOB_GPUS", ["128"]),
+        ({}, "", []),
+        # a step on another node than the batch script has that one's list beside its own
+        ({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "2"}, "SLURM_STEP_GPUS", ["2"]),
+        (
+            {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "0", "SLURM_NODEID": "1"},
+            "SLURM_STEP_GPUS",
+            ["0"],
+        ),
+        (
+            {"SLURM_JOB_GPUS": "0,1", "SLURM_NODEID": "1", "CUDA_VISIBLE_DEVICES": "3"},
+            "CUDA_VISIBLE_DEVICES",
+            ["3"],
+        ),
+        (
+            {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "0", "SLURM_NODEID": "0"},
+            "SLURM_JOB_GPUS",
+            ["0", "1"],
+        ),
+        # SLURM's own lists count instances
+        ({"SLURM_JOB_GPUS": "3", "CUDA_VISIBLE_DEVICES": "MIG-5f0a"}, "CUDA_VISIBLE_DEVICES", ["MIG-5f0a"]),
     ],
 )
-def test_which_variable_gives_the_gpus(values, gpus):
+def test_which_variable_gives_the_gpus(values, source, gpus):
     identity = JobIdentity(scheduler="slurm", id="1")
     assert fill(identity, {"SLURM_JOB_ID": "1", **values})
-    assert list(identity.gpus) == gpus
+    assert (identity.gpus_source, list(identity.gpus)) == (source, gpus)
 
 
 @pytest.mark.parametrize("job", [{"SLURM_JOB_ID": "1"}, {"SLURM_JOB_ID": "1", "SLURM_JOBID": "501"}, {}])

@@ -211,24 +211,6 @@ def test_a_nested_pid_namespace_is_told(inode: int | None, levels: int, status: 
 
 
 @pytest.mark.parametrize(
-    ("code", "devices", "status", "words"),
-    [
-        (None, None, "ok", "no NVIDIA driver library"),
-        (0, 8, "ok", "8 GPUs"),
-        (0, 1, "ok", "1 GPU"),
-        (0, None, "ok", "unknown"),
-        (9, None, "warning", "driver is not loaded"),
-        (18, None, "warning", "different versions"),
-        (77, None, "warning", "NVML error 77"),
-    ],
-)
-def test_nvml_is_never_required(code: int | None, devices: int | None, status: str, words: str) -> None:
-    finding = features.nvml(code, devices)
-    assert finding.status == status
-    assert words in finding.detail
-
-
-@pytest.mark.parametrize(
     ("name", "code", "release", "status", "words"),
     [
         ("bpf_loop", 0, "5.10.0", "ok", "works (tried)"),  # backported
@@ -450,11 +432,11 @@ def test_a_controller_is_reached_or_not() -> None:
 
 def test_an_agents_socket_is_told_from_a_stale_one(tmp_path: Path) -> None:
     path = str(tmp_path / "agent.sock")
-    assert probe._agent_state(path) == "absent"
+    assert probe._socket_state(path) == "absent"
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen()
-    assert probe._agent_state(path) == "running"
+    assert probe._socket_state(path) == "running"
     server.close()
-    assert probe._agent_state(path) == "stale"
-    assert probe._agent_state("/" + "x" * 200) == "absent"
+    assert probe._socket_state(path) == "stale"
+    assert probe._socket_state("/" + "x" * 200) == "absent"

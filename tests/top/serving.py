@@ -199,12 +199,15 @@ class ServedNode:
 
 
 def main() -> None:
-    """Serve at a path until killed: `python -m tests.top.serving PATH [JOBS] [INTERVAL]`."""
+    """Serve at a path until killed: `python -m tests.top.serving PATH [JOBS] [INTERVAL] [gpus]`."""
+    from tests.top.gpu_reports import gpu_report
+
     jobs = int(sys.argv[2]) if len(sys.argv) > 2 else 8
     interval = float(sys.argv[3]) if len(sys.argv) > 3 else 1.0
+    make = gpu_report if "gpus" in sys.argv[4:] else make_report
     with ServedNode(sys.argv[1]) as node:
         for sequence in range(1, 10**6):
-            node.publish(make_report(sequence, jobs, interval))
+            node.publish(make(sequence, jobs, interval))
             if sequence > 60:
                 time.sleep(interval)
 

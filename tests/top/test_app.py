@@ -12,9 +12,13 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
 from expanse_ebpf.errors import UnavailableError, UnknownJobError
-from expanse_ebpf.top.app import Help, TopApp
+from expanse_ebpf.top.app import TopApp
 from expanse_ebpf.top.feed import LocalFeed
+from expanse_ebpf.top.help import Help
+from expanse_ebpf.wire.collector_pb2 import Report
 from tests.top.serving import ServedNode, make_report
+
+MakeReport = Callable[[int, int], Report]
 
 
 class View:
@@ -27,17 +31,19 @@ class View:
         return str(self.app.screen_stack[0].query_one(selector, Static).content)
 
     def column(self, name: str) -> list[str]:
-        table = self.app.screen_stack[0].query_one("#jobs", DataTable)
-        x = list(self.app._widths).index(name)
+        table = self.app.screen_stack[0].query_one("#rows", DataTable)
+        x = list(self.app.board.shown_widths).index(name)
         return [str(table.get_row_at(y)[x]).strip() for y in range(table.row_count)]
 
     @property
     def jobs(self) -> list[str]:
-        return [key.removeprefix("slurm/") for key in self.column("key")] if self.app._widths else []
+        return (
+            [key.removeprefix("slurm/") for key in self.column("key")] if self.app.board.shown_widths else []
+        )
 
     @property
     def chosen(self) -> str:
-        return self.jobs[self.app.screen_stack[0].query_one("#jobs", DataTable).cursor_row]
+        return self.jobs[self.app.screen_stack[0].query_one("#rows", DataTable).cursor_row]
 
     async def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 15
@@ -49,18 +55,20 @@ class View:
         await self.pilot.press(*keys)
         await self.pilot.pause(0.08)  # longer than a drawing is put off
 
-    async def report(self, sequence: int, jobs: int = 3) -> None:
-        self.node.publish(make_report(sequence, jobs))
+    async def report(self, sequence: int, jobs: int = 3, make: MakeReport = make_report) -> None:
+        self.node.publish(make(sequence, jobs))
         await self.until(lambda: self.app.snapshot and self.app.snapshot["sequence"] == sequence)
         await self.pilot.pause(0.08)
 
 
 @asynccontextmanager
-async def view(tmp_path: Path, size: tuple[int, int] = (140, 30), jobs: int = 3) -> AsyncIterator[View]:
+async def view(
+    tmp_path: Path, size: tuple[int, int] = (140, 30), jobs: int = 3, make: MakeReport = make_report
+) -> AsyncIterator[View]:
     path = str(tmp_path / "agent.sock")
     with ServedNode(path) as node:
         for sequence in range(1, 21):
-            node.publish(make_report(sequence, jobs))
+            node.publish(make(sequence, jobs))
         app = TopApp(LocalFeed(path))
         async with app.run_test(size=size) as pilot:
             shown = View(app, pilot, node)
@@ -72,7 +80,7 @@ async def view(tmp_path: Path, size: tuple[int, int] = (140, 30), jobs: int = 3)
 async def test_it_shows_the_jobs_their_history_and_its_own_cost(tmp_path: Path) -> None:
     async with view(tmp_path) as v:
         assert v.jobs == ["4413", "4412", "4411"]
-        assert list(v.app._widths) == [
+        assert list(v.app.board.shown_widths) == [
             *(
                 "key",
                 "user",
@@ -142,7 +150,7 @@ async def test_filter(tmp_path: Path) -> None:
 async def test_enter_shows_a_jobs_processes_and_limits(tmp_path: Path) -> None:
     async with view(tmp_path) as v:
         await v.press("down")
-        await v.until(lambda: v.app.query_one("#jobs", DataTable).cursor_row == 1)
+        await v.until(lambda: v.app.query_one("#rows", DataTable).cursor_row == 1)
         await v.press("enter")
         await v.until(lambda: "train.py" in v.text("#detail-text"))
         detail = v.text("#detail-text")

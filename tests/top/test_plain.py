@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from expanse_ebpf.top import columns, plain, text
-from expanse_ebpf.top.rates import Values, snapshot
+from expanse_ebpf.top import columns, plain, table, text
+from expanse_ebpf.top.deltas import Values
+from expanse_ebpf.top.rates import snapshot
 from expanse_ebpf.top.text import UNKNOWN, Locale
+from tests.top.gpu_reports import gpu_report
 from tests.top.serving import make_report
 
 EVERYTHING = (
@@ -15,6 +17,10 @@ EVERYTHING = (
 
 def shown(jobs: int = 3, pmu: bool = True) -> Values:
     return snapshot(make_report(20, jobs, pmu=pmu), make_report(21, jobs, pmu=pmu), 0.1)
+
+
+def with_gpus(jobs: int = 3) -> Values:
+    return snapshot(gpu_report(20, jobs), gpu_report(21, jobs), 0.1)
 
 
 def titles(output: str) -> list[str]:
@@ -156,20 +162,22 @@ def test_sort_puts_unknown_last_either_way() -> None:
 
 
 def test_columns_give_way_by_rank() -> None:
-    jobs = shown()["jobs"]
-    for width in range(1, 140):
-        chosen, left_out = columns.choose(jobs, width, history=True)
+    jobs = with_gpus()["jobs"]
+    for width in range(1, 180):
+        chosen, left_out = table.choose(columns.COLUMNS, jobs, width, "cpu")
         names = {c.name for c in chosen}
         assert chosen[0].name == "key"
         assert {"key", "cpu"} <= names
         assert {*chosen, *left_out} == {*columns.COLUMNS}
         if width >= 19:
-            assert sum(w + 2 for w in columns.widths(chosen, jobs, width).values()) - 2 <= width
+            assert sum(w + 2 for w in table.widths(chosen, jobs, width).values()) - 2 <= width
         assert "python" in names or not names & {"history", "switches", "wait", "io", "name"}
-        kept, _ = columns.choose(jobs, width, history=True, sort="name")
+        assert {"gpus", "gpu", "gpu_memory", "power"} <= names or not names & {"ipc", "miss", "switches"}
+        assert {"gpus", "gpu"} <= names or width < 60
+        kept, _ = table.choose(columns.COLUMNS, jobs, width, "name")
         assert "name" in {c.name for c in kept}
-    assert [c.name for c in columns.choose(jobs, 20, history=True)[0]] == ["key", "cpu"]
-    assert columns.choose(jobs, None, history=True) == (list(columns.COLUMNS), [])
+    assert [c.name for c in table.choose(columns.COLUMNS, jobs, 20, "cpu")[0]] == ["key", "cpu"]
+    assert table.choose(columns.COLUMNS, jobs, None) == (list(columns.COLUMNS), [])
 
 
 def test_a_wide_terminal_gives_the_key_and_the_line_of_python_what_they_need() -> None:
@@ -177,7 +185,7 @@ def test_a_wide_terminal_gives_the_key_and_the_line_of_python_what_they_need() -
     jobs[0]["key"] = "kubernetes/team/pod-with-a-long-name"
     chosen = [columns.BY_NAME[name] for name in ("key", "cpu", "python")]
     for room, key, python in ((20, 4, 18), (45, 16, 18), (50, 21, 18), (66, 36, 19), (200, 36, 36)):
-        widths = columns.widths(chosen, jobs, room)
+        widths = table.widths(chosen, jobs, room)
         assert (widths["key"], widths["cpu"], widths["python"]) == (key, 7, python)
 
 

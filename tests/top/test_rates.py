@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expanse_ebpf.top.rates import Rates, Values, snapshot
+from expanse_ebpf.top.deltas import Values
+from expanse_ebpf.top.rates import Rates, snapshot
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, JOB_STATE_HELD_IDLE, Report
+from tests.top.any_message import fill
 from tests.top.serving import SECOND, make_report
 
 
@@ -284,42 +286,7 @@ def test_a_job_that_is_not_sampled_has_no_figures_of_it() -> None:
 # ---- any report at all
 
 
-def fill(message: Any, draw: st.DrawFn, depth: int = 0) -> None:
-    """Set some of the fields of a protobuf message to any value that fits."""
-    for field in message.DESCRIPTOR.fields:
-        if depth and not draw(st.booleans()):
-            continue
-        target = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            for name in draw(st.lists(st.text(max_size=4), max_size=2)):
-                value = field.message_type.fields_by_name["value"]
-                if value.message_type is not None:
-                    fill(target[name], draw, depth + 1)
-                else:
-                    target[name] = draw(SCALARS[value.type])
-        elif field.message_type is not None:
-            if field.is_repeated:
-                for _ in range(draw(st.integers(0, 2))):
-                    fill(target.add(), draw, depth + 1)
-            else:
-                fill(target, draw, depth + 1)
-        elif field.is_repeated:
-            target.extend(draw(st.lists(st.text(max_size=4), max_size=2)))
-        else:
-            setattr(message, field.name, draw(SCALARS[field.type]))
-
-
-SCALARS: dict[int, st.SearchStrategy[Any]] = {
-    1: st.floats(),
-    3: st.integers(-(2**63), 2**63 - 1),
-    4: st.one_of(st.integers(0, 2000), st.integers(0, 2**64 - 1)),
-    5: st.integers(-(2**31), 2**31 - 1),
-    8: st.booleans(),
-    9: st.text(max_size=6),
-    12: st.binary(max_size=6),
-    13: st.one_of(st.integers(0, 64), st.integers(0, 2**32 - 1)),
-    14: st.sampled_from([0, 1, 2, 3, 4]),
-}
+GPU_FIELDS = ("gpu", "gpus", "gpu_events", "nvml")  # see test_gpu_rates
 
 
 @st.composite
@@ -328,7 +295,7 @@ def any_reports(draw: st.DrawFn) -> list[Report]:
     reports = []
     for sequence in range(draw(st.integers(1, 3))):
         report = Report()
-        fill(report, draw)
+        fill(report, draw, leave=GPU_FIELDS)
         if draw(st.booleans()):
             report.node.CopyFrom(Report().node)
             report.sequence, report.interval_ns = sequence + 1, draw(st.integers(0, 10 * SECOND))

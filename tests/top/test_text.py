@@ -58,6 +58,11 @@ def test_fit_gives_exactly_the_width(raw: str, width: int, right: bool) -> None:
         (text.nanoseconds, 1500, "1.5 µs"),
         (text.nanoseconds, 112_000, "112 µs"),
         (text.nanoseconds, 2.5e9, "2.50 s"),
+        (text.watts, 511.6, "512 W"),
+        (text.joules, 950, "950 J"),
+        (text.joules, 12_340, "12.3 kJ"),
+        (text.joules, 123_400_000, "123 MJ"),
+        (text.joules, 5e15, "5000 TJ"),
     ],
 )
 def test_units(function: object, value: float, shown: str) -> None:
@@ -92,3 +97,15 @@ def test_sparkline() -> None:
 def test_a_sum_of_nothing_known_is_not_known() -> None:
     assert text.total([None, None]) is None
     assert text.total([None, 2.0]) == 2
+
+
+def test_long_lines_are_broken_between_their_parts() -> None:
+    line = "GPU 0 · NVIDIA H200 · serial 1654"
+    assert text.wrap(line, 40) == [line]
+    assert text.wrap(line, 33) == [line]
+    assert text.wrap(line, 32) == ["GPU 0 · NVIDIA H200", "  serial 1654"]
+    assert text.wrap(line, 18) == ["GPU 0", "  NVIDIA H200", "  serial 1654"]
+    assert text.wrap("  a conflict in words · b", 12) == ["  a conflict", "    in words", "    b"]
+    assert text.wrap("обучение модели", 8) == ["обучение", "  модели"]
+    assert text.wrap("one-word-that-fits-nowhere", 5) == ["one-word-that-fits-nowhere"]
+    assert text.wrap("", 5) == [""]

@@ -370,13 +370,14 @@ class Reports:
         return {f"{job.identity.scheduler}/{job.identity.id}" for job in self.all[-1].jobs}
 
 
-def start_agent() -> None:
-    """The agent as a service.
+def start_agent(*variables: str) -> None:
+    """The agent as a service, with these NAME=VALUE in its environment.
 
     Without Python stacks, which stacks.py looks at: what a job does before the agent has heard of a cgroup
     inside another job's is the other job's, and an emulator makes long moments of it.
     """
     agent = ["systemd-run", "-q", "--unit=expanse-agent", "-E", "EXPANSE_SOURCES_PYTHON=false"]
+    agent += [word for variable in variables for word in ("-E", variable)]
     agent += ["-p", "RuntimeDirectory=expanse-ebpf", "-p"]
     subprocess.run([*agent, f"StandardError=file:{OUT}/agent.log", EXPANSE, "agent"], check=True)
     until("the agent", Path(SOCKET).exists)

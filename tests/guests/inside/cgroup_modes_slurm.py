@@ -1,14 +1,18 @@
-"""A real SLURM under systemd: a batch job with a step and an array job, and what the agent says of them.
+"""A real SLURM under systemd: a batch job with a step, an array job and one without GPUs; what the agent says.
 
-`cgroup_modes_slurm.py v1|v2` leaves in /out what cgroup_modes.py does, and SLURM's logs.
+`cgroup_modes_slurm.py v1|v2` leaves in /out what cgroup_modes.py does, and SLURM's logs. NVML's stand-in and
+its script are in /payload/files/nvml. A unit of systemd's that may open one GPU is there too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from cgroup_modes import (
 
 ETC = Path("/etc/slurm")
 ADDRESS = "192.0.2.10"
+GPUS = 5
 CONFIGURATION = f"""\
 ClusterName=guest
 SlurmctldHost=guest({ADDRESS})
@@ -39,6 +44,7 @@ CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/cgroup
 TaskPlugin=task/cgroup
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 JobAcctGatherType=jobacct_gather/cgroup
@@ -52,7 +58,7 @@ SlurmctldLogFile={OUT}/slurmctld.log
 SlurmdLogFile={OUT}/slurmd.log
 SlurmdTimeout=0
 InactiveLimit=0
-NodeName=guest NodeAddr={ADDRESS} CPUs=3 RealMemory=900 State=UNKNOWN
+NodeName=guest NodeAddr={ADDRESS} CPUs=4 RealMemory=900 Gres=gpu:{GPUS} State=UNKNOWN
 PartitionName=gpu Nodes=guest Default=YES State=UP
 """
 CGROUPS = f"""\
@@ -60,7 +66,19 @@ CgroupPlugin=cgroup/{MODE}
 CgroupMountpoint=/sys/fs/cgroup
 ConstrainRAMSpace=yes
 ConstrainCores=yes
+ConstrainDevices=yes
 """
+# One of them is free; device files need no driver to be allowed or refused.
+RESOURCES = f"Name=gpu File=/dev/nvidia[0-{GPUS - 1}]\n"
+NVML = Path("/run/nvml")
+
+
+def make_gpus() -> None:
+    """Device files, and a folder for NVML's stand-in that it can write to."""
+    for name, minor in (("ctl", 255), *((str(minor), minor) for minor in range(GPUS))):
+        os.mknod(f"/dev/nvidia{name}", stat.S_IFCHR, os.makedev(195, minor))
+        Path(f"/dev/nvidia{name}").chmod(0o666)
+    shutil.copytree("/payload/files/nvml", NVML)
 
 
 def start_slurm() -> None:
@@ -82,6 +100,7 @@ def start_slurm() -> None:
     key.chmod(0o400)
     (ETC / "slurm.conf").write_text(CONFIGURATION)
     (ETC / "cgroup.conf").write_text(CGROUPS)
+    (ETC / "gres.conf").write_text(RESOURCES)
     places = [f"--{name}-file=/run/key/munge.{name}" for name in ("key", "pid", "log", "seed")]
     subprocess.run(["munged", "--force", "--socket=/run/munge/munge.socket.2", *places], check=True)
     for program in ("slurmctld", "slurmd", "slurmstepd"):
@@ -109,24 +128,40 @@ def submit(*options: str, command: str) -> int:
     return int(done.stdout)
 
 
+def start_unit(jobs: Jobs, names: Iterable[str]) -> int:
+    """A unit that systemd lets open a GPU that none of these works can; its minor."""
+    taken = {minor for name in names for minor in json.loads((FOLDER / f"{name}.json").read_text())["gpus"]}
+    free = min({*range(GPUS)} - taken, default=0)
+    policy = ("-p", "DevicePolicy=closed", "-p", f"DeviceAllow=/dev/nvidia{free} rw")
+    unit = ["systemd-run", "-q", "--pipe", "--wait", "--unit=closed", *policy, "--"]
+    jobs.start("closed", f"gpus={GPUS}", "closed.service", before=unit)
+    return free
+
+
 def main() -> None:
     seen: dict[str, Any] = {}
-    start_agent()
+    make_gpus()
+    start_agent(f"EXPANSE_GPU_LIBRARY={NVML}/libnvidia-ml.so.1")
     reports = Reports()
     reports.next()
     jobs = Jobs()
     start_slurm()
     work = " ".join(WORK)
-    names = ("step", "array-1", "array-2")
+    names = ("step", "array-1", "array-2", "without")
     for name in names:
         os.mkfifo(FOLDER / name)
         (FOLDER / name).chmod(0o666)
-    batch = submit("--job-name=train", command=f"srun --mem=0 {work} step cpu=0.8 memory=21 switches=200")
-    array = submit(
-        "--job-name=sweep", "--array=1-2",
-        command=f"exec {work} array-$SLURM_ARRAY_TASK_ID cpu=0.$((SLURM_ARRAY_TASK_ID * 4)) "
-        "memory=$((SLURM_ARRAY_TASK_ID + 22))",
+    tried = f"gpus={GPUS}"
+    batch = submit(
+        "--job-name=train", "--gres=gpu:2",
+        command=f"srun --mem=0 {work} step cpu=0.8 memory=21 switches=200 {tried}",
     )  # fmt: skip
+    array = submit(
+        "--job-name=sweep", "--array=1-2", "--gres=gpu:1",
+        command=f"exec {work} array-$SLURM_ARRAY_TASK_ID cpu=0.$((SLURM_ARRAY_TASK_ID * 4)) "
+        f"memory=$((SLURM_ARRAY_TASK_ID + 22)) {tried}",
+    )  # fmt: skip
+    without = submit("--job-name=plain", command=f"exec {work} without cpu=0.6 memory=22 {tried}")
     try:
         for name in names:
             until(f"work {name}", (FOLDER / f"{name}.json").exists)
@@ -138,15 +173,17 @@ def main() -> None:
     seen["queue"] = [line.split("|") for line in queue]
     raw = {line[1]: line[0] for line in seen["queue"]}
     ids = {"step": str(batch), "array-1": raw[f"{array}_1"], "array-2": raw[f"{array}_2"]}
+    ids["without"] = str(without)
     seen["ids"] = ids
+    seen["unit"] = start_unit(jobs, names)
     for name, number in ids.items():
         jobs.own[name] = f"job_{number}"
     time.sleep(SETTLED_S)
-    seen["before"] = {name: jobs.truth(name) for name in names}
+    seen["before"] = {name: jobs.truth(name) for name in (*names, "closed")}
     seen["settled"] = reports.next().sequence
     seen["after"] = {name: jobs.truth(name) for name in names}
     seen["top"] = said(EXPANSE, "top", "--once", "--json")
-    for name in names:
+    for name in (*names, "closed"):
         jobs.go_on(name)
     until("the jobs' end", lambda: not any(key.startswith("slurm/") for key in reports.job_keys()))
     reports.close()

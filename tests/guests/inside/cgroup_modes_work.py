@@ -6,8 +6,10 @@ the pipe /run/told/NAME. Nothing is used while it waits.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -56,9 +58,24 @@ def read_and_write(path: Path, mebibytes: int) -> None:
     path.unlink()
 
 
+def openable(count: int) -> list[int]:
+    """Which of the first /dev/nvidiaN the kernel lets it open: no driver is there to do it."""
+    found = []
+    for minor in range(count):
+        try:
+            os.open(f"/dev/nvidia{minor}", os.O_RDWR)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                found.append(minor)
+            elif error.errno != errno.EPERM:
+                raise
+    return found
+
+
 def main(name: str, parts: list[str]) -> None:
     """Do all parts and wait at the end."""
     kept: list[object] = []
+    more: dict[str, object] = {}
     stretches: list[dict[str, float]] = []
     children: list[int] = []
     before = 0.0
@@ -84,6 +101,9 @@ def main(name: str, parts: list[str]) -> None:
                 children.append(child)
         elif what == "spinners":
             spin_on_one_cpu(int(amount))
+        elif what == "gpus":
+            more["gpus"] = openable(int(amount))
+            more["variables"] = {key: value for key, value in os.environ.items() if re.search("GPU|CUDA", key)}
         elif what == "disk":
             read_and_write(Path(f"/scratch/{name}"), int(amount))
         elif what == "forever":
@@ -100,7 +120,7 @@ def main(name: str, parts: list[str]) -> None:
             )
             stretches.append({"cpu_s": used - before})
             before = used
-            told = {"pid": os.getpid(), "children": children, "earlier": earlier, "stretches": stretches}
+            told = {"pid": os.getpid(), "children": children, "earlier": earlier, "stretches": stretches} | more
             (FOLDER / f"{name}.new").write_text(json.dumps(told))
             (FOLDER / f"{name}.new").rename(FOLDER / f"{name}.json")
             with open(FOLDER / name) as pipe:

@@ -1,0 +1,149 @@
+"""What a job's GPUs did while it held them, added up: pure arithmetic on samples.
+
+A GPU that a job holds alone does all it does for that job. Of one that several hold, only what NVML tells by
+process is the job's own: use and memory, not power. NVML tells no use of a MIG instance; its profile does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuSample, JobGpu
+
+_BY_PROCESS = "NVML does not tell by process how busy it keeps a GPU that it shares"
+_INSTANCE_USE = "NVML tells no use of a MIG instance without the profiler (gpu.profiler)"
+_NO_USE = "NVML has not told yet how busy it is"
+_SHARED_INSTANCE = "several MIG instances lie in one GPU instance, of which alone there is a profile"
+_NOT_WHOLE = "it shares a GPU or holds a part of one, and power is measured of whole GPUs"
+_NO_GPM = "needs the profiler (gpu.profiler) and a GPU that has GPM"
+
+
+class Totals(NamedTuple):
+    """The counters of a device at one moment, as far as they are known."""
+
+    busy_ns: int | None
+    measured_ns: int | None
+    sm_active_ns: int | None
+    profiled_ns: int | None
+    energy_mj: int | None
+
+    @classmethod
+    def of(cls, sample: GpuSample) -> Totals:
+        """Those of a sample; the use of a MIG instance is that of its profile."""
+        source = sample.profile if sample.HasField("profile") else None
+        gpm = source if source is not None and source.source == "gpm" else None
+        instance = bool(sample.parent_uuid)
+        return cls(
+            _of(gpm, "graphics_ns") if instance else _of(sample, "busy_ns"),
+            _of(gpm, "measured_ns") if instance else _of(sample, "measured_ns"),
+            _of(gpm, "sm_active_ns"),
+            _of(gpm, "measured_ns"),
+            _of(sample, "energy_mj"),
+        )
+
+
+def _of(message: object | None, name: str) -> int | None:
+    if message is None or not message.HasField(name):  # type: ignore[attr-defined]
+        return None
+    value: int = getattr(message, name)
+    return value
+
+
+class Account:
+    """The counters of one job."""
+
+    __slots__ = ("_before", "_energy_mj", "_sums")
+
+    def __init__(self) -> None:
+        self._sums = {"busy_ns": 0, "measured_ns": 0, "sm_active_ns": 0, "profiled_ns": 0}
+        self._energy_mj = 0
+        self._before: dict[str, Totals] = {}  # of each GPU that it held in the last tick
+
+    def tick(
+        self,
+        holds: Sequence[GpuHold],
+        samples: Mapping[str, GpuSample],
+        own_ns: Mapping[str, int | None],
+        result: JobGpu,
+        missing: dict[str, str],
+    ) -> None:
+        """Add what the job's GPUs have done since the last tick, and write all of it into `result`.
+
+        `samples` by UUID, those of GPUs that have answered in this tick. `own_ns`: for GPUs that several
+        jobs hold, how long this job's own processes kept them busy since then; None: NVML does not tell. Why
+        a figure is missing goes into `missing`.
+        """
+        before, self._before = self._before, {}
+        # With all of its instances a job has the GPU itself, whose figures are theirs too.
+        whole_gpus = {hold.uuid for hold in holds}
+        holds = [h for h in holds if h.uuid not in samples or samples[h.uuid].parent_uuid not in whole_gpus]
+        instances: dict[tuple[str, int], int] = {}  # MIG instances in each GPU instance
+        for instance in samples.values():
+            if instance.parent_uuid:
+                place = (instance.parent_uuid, instance.gpu_instance)
+                instances[place] = instances.get(place, 0) + 1
+        for hold in holds:
+            sample = samples.get(hold.uuid)
+            if sample is None:
+                if hold.uuid in before:  # it is silent: what it did meanwhile is told when it answers again
+                    self._before[hold.uuid] = before[hold.uuid]
+                continue
+            now = self._before[hold.uuid] = Totals.of(sample)
+            shared = hold.sharers > 1 or instances.get((sample.parent_uuid, sample.gpu_instance), 1) > 1
+            self._why_missing(hold, sample, now, own_ns, shared, missing)
+            then = before.get(hold.uuid)
+            if then is not None:
+                self._add(now, then, own_ns.get(hold.uuid) if shared else None, shared)
+        for name, total in self._sums.items():
+            if name not in missing:
+                setattr(result, name, total)
+        alone = [samples.get(hold.uuid) for hold in holds if hold.sharers == 1]
+        whole = [sample for sample in alone if sample is None or not sample.parent_uuid]
+        if len(whole) < len(holds):
+            missing["energy_mj"] = missing["power_mw"] = _NOT_WHOLE
+        else:
+            result.energy_mj = self._energy_mj
+            known = [s.power_mw for s in whole if s is not None and s.HasField("power_mw")]
+            if len(known) == len(holds):
+                result.power_mw = sum(known)
+        sizes = [samples[hold.uuid].memory_total_bytes for hold in holds if hold.uuid in samples]
+        if sizes and len(sizes) == len(holds) and all(sizes):
+            result.memory_total_bytes = sum(sizes)
+
+    def _why_missing(
+        self,
+        hold: GpuHold,
+        sample: GpuSample,
+        now: Totals,
+        own_ns: Mapping[str, int | None],
+        shared: bool,
+        missing: dict[str, str],
+    ) -> None:
+        if now.sm_active_ns is None or shared:
+            reason = _SHARED_INSTANCE if shared and sample.parent_uuid else _NO_GPM
+            missing["sm_active_ns"] = missing["profiled_ns"] = reason
+        if sample.parent_uuid:
+            if now.busy_ns is None or shared:
+                missing["busy_ns"] = missing["measured_ns"] = (
+                    _SHARED_INSTANCE if now.busy_ns is not None else _INSTANCE_USE
+                )
+        elif shared and own_ns.get(hold.uuid) is None:
+            missing["busy_ns"] = missing["measured_ns"] = _BY_PROCESS
+        elif now.busy_ns is None:
+            missing["busy_ns"] = missing["measured_ns"] = sample.unavailable.get("busy_ns", _NO_USE)
+
+    def _add(self, now: Totals, then: Totals, own_ns: int | None, shared: bool) -> None:
+        def more(name: str) -> int:
+            new, old = getattr(now, name), getattr(then, name)
+            # A counter that began anew: how much it lost is not known.
+            return max(0, new - old) if new is not None and old is not None else 0
+
+        if not shared:
+            for name in self._sums:
+                self._sums[name] += more(name)
+            self._energy_mj += more("energy_mj")
+        elif own_ns is not None:
+            measured = more("measured_ns")
+            self._sums["measured_ns"] += measured
+            self._sums["busy_ns"] += min(own_ns, measured)

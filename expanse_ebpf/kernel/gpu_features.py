@@ -1,0 +1,226 @@
+"""What this node can do for the source "gpu": the decisions, apart from the reading (see gpu_probe.py).
+
+Nothing here is ever "missing": a node without GPUs, or with a broken driver, runs the collector all the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from expanse_ebpf.kernel.features import PERMISSION, Finding
+from expanse_ebpf.text import clean
+
+# NVML's return codes (nvml.h) that tell why there are no figures, in words, and what helps.
+_NVML = {
+    3: ("the driver has no NVML", ""),
+    4: ("no permission to talk to the driver", "run as root"),
+    9: ("the NVIDIA driver is not loaded", "modprobe nvidia"),
+    10: ("the driver did not answer in time", "see the kernel log"),
+    12: (
+        "no libnvidia-ml.so.1 that can be loaded",
+        "install it with the driver, or set gpu.library to its path",
+    ),
+    15: ("a GPU has fallen off the bus", "see the kernel log for its Xid"),
+    16: ("a GPU needs a reset", "nvidia-smi --gpu-reset, or boot anew"),
+    17: ("a device cgroup or the container keeps NVML from the driver", "let it open /dev/nvidiactl"),
+    18: (
+        "the loaded driver and libnvidia-ml.so.1 are of different versions",
+        "load the new driver (stop what uses the GPUs, rmmod, modprobe), or start the container anew",
+    ),
+    999: ("an unknown error in the driver", "see the kernel log"),
+}
+
+
+class Gpu(NamedTuple):
+    """One GPU as the worker has read it."""
+
+    name: str = ""
+    instances: int | None = None  # of MIG; None: MIG is off
+    profiler: str = ""  # gpm | nvml: plain figures in its place | "": not known
+    failed: int = 0  # NVML's error when it gives nothing
+
+
+class Nvml(NamedTuple):
+    """What one question has brought. `code` is NVML's error when it cannot be asked."""
+
+    code: int = 0
+    driver: str = ""
+    cuda: str = ""
+    gpus: tuple[Gpu, ...] = ()
+
+
+def parse_answer(text: str) -> Nvml | None:
+    """What the lines of `expanse_ebpf.nvml.worker --once --profiler` say; None when they break off."""
+    found: Nvml | None = None
+    gpus = []
+    for line in text.splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:  # a library that prints to stdout
+            continue
+        if not isinstance(said, dict):
+            continue
+        if "nvml" in said:
+            status = said["nvml"]
+            if status.get("code"):
+                return Nvml(code=status["code"])
+            found = Nvml(driver=clean(status["driver_version"], 64), cuda=clean(status["cuda_version"], 64))
+            gpus += [Gpu(failed=code) for code in status["absent"].values()]
+        elif "device" in said:
+            gpus.append(_gpu(said["device"]))
+        elif "end" in said and found is not None:
+            return found._replace(gpus=tuple(gpus))
+    return None
+
+
+def _gpu(device: Mapping[str, Any]) -> Gpu:
+    failed = device.get("lost") or device.get("failed") or 0
+    if failed:
+        return Gpu(failed=failed)
+    values = device["values"]
+    return Gpu(
+        name=clean(str(values.get("name", "GPU")), 64),
+        instances=len(device.get("instances", ())) if values.get("mig_enabled") else None,
+        profiler=device["profile"]["source"] if "profile" not in device["missing"] else "",
+    )
+
+
+def no_driver(library: bool) -> Finding:
+    """No driver is loaded; `library`: NVML is installed all the same."""
+    if library:
+        detail = "libnvidia-ml.so.1 is installed and no NVIDIA driver is loaded: no GPU figures"
+        return Finding("nvml", "warning", detail, "modprobe nvidia, where this node has such GPUs")
+    return Finding("nvml", "ok", "no NVIDIA driver: no GPU figures on this node")
+
+
+def switched_off() -> Finding:
+    """Nobody wants to know."""
+    return Finding("nvml", "ok", "switched off (sources.gpu)")
+
+
+def hung(seconds: float) -> Finding:
+    """NVML was asked and said nothing."""
+    return Finding(
+        "nvml",
+        "warning",
+        f"NVML has not answered within {seconds:g} s: no GPU figures until it does",
+        "see the kernel log; nvidia-smi will hang too",
+    )
+
+
+def failed(why: str) -> Finding:
+    """The process that asks NVML has ended without an answer."""
+    return Finding("nvml", "warning", f"the process that asks NVML failed: {why}")
+
+
+def nvml(said: Nvml) -> Finding:
+    """The driver, its GPUs and which of them give nothing."""
+    if said.code:
+        cause, remedy = _NVML.get(said.code, ("NVML fails", ""))
+        return Finding("nvml", "warning", f"{cause} (NVML error {said.code}): no GPU figures", remedy)
+    good = [gpu for gpu in said.gpus if not gpu.failed]
+    names = Counter(gpu.name for gpu in good)
+    detail = f"driver {said.driver}, CUDA {said.cuda or 'unknown'}: "
+    detail += ", ".join(f"{count} {name}" for name, count in names.items()) or "no GPU"
+    divided = [gpu.instances for gpu in good if gpu.instances is not None]
+    if divided:
+        detail += f"; MIG: {_count(sum(divided), 'instance')} on {_count(len(divided), 'GPU')}"
+    broken = Counter(gpu.failed for gpu in said.gpus if gpu.failed)
+    if not broken:
+        return Finding("nvml", "ok", detail)
+    for code, count in broken.items():
+        detail += f"; {_count(count, 'GPU')} without figures: "
+        detail += f"{_NVML.get(code, ('NVML fails', ''))[0]} (NVML error {code})"
+    return Finding("nvml", "warning", detail, _NVML.get(next(iter(broken)), ("", ""))[1])
+
+
+def profiler(said: Nvml, wanted: bool) -> Finding:
+    """Whether the GPUs have GPM, for `gpu.profiler`."""
+    good = [gpu for gpu in said.gpus if not gpu.failed]
+    with_gpm = sum(gpu.profiler == "gpm" for gpu in good)
+    detail = f"GPM on {with_gpm} of {_count(len(good), 'GPU')}"
+    if not wanted:
+        return Finding("gpu profiler", "ok", f"switched off (gpu.profiler); {detail}")
+    if with_gpm == len(good):
+        return Finding("gpu profiler", "ok", detail)
+    return Finding(
+        "gpu profiler", "warning", f"{detail}: the nearest plain figures stand in, marked source=nvml"
+    )
+
+
+def devices(control: Literal["open", "denied", "absent"], nodes: int, driver: int) -> Finding:
+    """The device files: /dev/nvidiactl, and how many of /dev/nvidiaN to how many GPUs of the driver."""
+    if control == "absent":
+        return Finding(
+            "gpu devices",
+            "warning",
+            "no /dev/nvidiactl",
+            "nvidia-modprobe -c 0; in a container mount the node's /dev",
+        )
+    if control == "denied":
+        return Finding("gpu devices", "warning", "/dev/nvidiactl may not be opened", "run as root")
+    detail = f"/dev/nvidiactl and {nodes} of /dev/nvidiaN"
+    if nodes < driver:
+        return Finding(
+            "gpu devices",
+            "warning",
+            f"{detail}, of {_count(driver, 'GPU')}: NVML is silent about the others",
+            "nvidia-modprobe -c 0 -c 1 and so on; in a container mount the node's /dev",
+        )
+    return Finding("gpu devices", "ok", detail)
+
+
+def pod_resources(
+    path: str, state: Literal["running", "absent", "stale", "denied"], kubelet: bool
+) -> Finding | None:
+    """The kubelet's socket; None where there is neither a kubelet nor a socket."""
+    name = "pod resources"
+    if not path:
+        if not kubelet:
+            return None
+        return Finding(name, "ok", "switched off (gpu.pod_resources): GPUs are not known by pod")
+    if state == "running":
+        return Finding(name, "ok", f"{path} answers")
+    if state == "absent":
+        if not kubelet:
+            return None
+        return Finding(
+            name,
+            "warning",
+            f"there is a kubelet and no {path}: which pod holds which GPU is known from cgroups alone",
+            "mount the directory /var/lib/kubelet/pod-resources, or set gpu.pod_resources",
+        )
+    words = "nobody answers on" if state == "stale" else "no permission to open"
+    return Finding(
+        name, "warning", f"{words} {path}", "start the kubelet" if state == "stale" else "run as root"
+    )
+
+
+def device_cgroups(v1: bool, read: int, code: int) -> Finding:
+    """Whether it can be told which devices a cgroup may open.
+
+    `v1`: there is a list for each. `read`: device programs of v2 that were read for a trial, `code`: the
+    error's number of the first that could not be.
+    """
+    name = "device cgroups"
+    if code in PERMISSION:
+        return Finding(
+            name,
+            "warning",
+            f"device programs cannot be read ({errno.errorcode[code]}): other sources tell whose GPUs are",
+            "grant CAP_SYS_ADMIN and CAP_NET_ADMIN; sysctl net.core.bpf_jit_harden=0 or 1",
+        )
+    if code:
+        return Finding(
+            name, "warning", f"device programs cannot be read ({errno.errorcode.get(code, str(code))})"
+        )
+    lists = "v1 lists, " if v1 else ""
+    return Finding(name, "ok", f"{lists}device programs can be read (tried, {_count(read, 'program')} here)")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

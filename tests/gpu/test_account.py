@@ -1,0 +1,166 @@
+"""What a job's GPUs did for it, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from expanse_ebpf.gpu.account import Account
+from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuProfile, GpuSample, JobGpu
+
+SECOND = 10**9
+
+
+def gpu(uuid: str = "GPU-a", at: int = 1, **more: object) -> GpuSample:
+    """A GPU that is half busy and takes 100 W, `at` so many seconds."""
+    figures = {
+        "busy_ns": at * SECOND // 2,
+        "measured_ns": at * SECOND,
+        "energy_mj": at * 100_000,
+        "power_mw": 100_000,
+        "memory_total_bytes": 80 << 30,
+    }
+    return GpuSample(uuid=uuid, **(figures | more))  # type: ignore[arg-type]
+
+
+def instance(uuid: str, at: int, gpu_instance: int = 1, parent: str = "GPU-a") -> GpuSample:
+    profile = GpuProfile(
+        source="gpm", measured_ns=at * SECOND, graphics_ns=at * SECOND // 4, sm_active_ns=at * SECOND // 5
+    )
+    return GpuSample(
+        uuid=uuid, parent_uuid=parent, gpu_instance=gpu_instance, memory_total_bytes=10 << 30, profile=profile
+    )
+
+
+def hold(uuid: str = "GPU-a", sharers: int = 1) -> GpuHold:
+    return GpuHold(uuid=uuid, source="slurm", sharers=sharers)
+
+
+def tick(
+    account: Account,
+    holds: list[GpuHold],
+    *samples: GpuSample,
+    own: Mapping[str, int | None] | None = None,
+) -> tuple[JobGpu, dict[str, str]]:
+    result, missing = JobGpu(), dict[str, str]()
+    account.tick(holds, {sample.uuid: sample for sample in samples}, own or {}, result, missing)
+    return result, missing
+
+
+def test_what_a_gpu_did_before_the_job_held_it_is_not_the_jobs() -> None:
+    account = Account()
+    result, _ = tick(account, [hold()], gpu(at=1000))
+    assert (result.busy_ns, result.measured_ns, result.energy_mj) == (0, 0, 0)
+    result, missing = tick(account, [hold()], gpu(at=1002))
+    assert (result.busy_ns, result.measured_ns, result.energy_mj) == (SECOND, 2 * SECOND, 200_000)
+    assert (result.power_mw, result.memory_total_bytes) == (100_000, 80 << 30)
+    assert set(missing) == {"sm_active_ns", "profiled_ns"}
+
+
+def test_what_it_did_while_nobody_held_it_is_not_the_jobs_either() -> None:
+    account = Account()
+    tick(account, [hold()], gpu(at=1))
+    tick(account, [hold()], gpu(at=2))
+    tick(account, [], gpu(at=10))
+    tick(account, [hold()], gpu(at=20))
+    result, _ = tick(account, [hold()], gpu(at=21))
+    assert result.measured_ns == 2 * SECOND
+    assert result.energy_mj == 200_000
+
+
+def test_a_gpu_that_was_silent_for_a_while_is_made_up_for() -> None:
+    account = Account()
+    tick(account, [hold()], gpu(at=1))
+    result, _ = tick(account, [hold()])
+    assert result.measured_ns == 0
+    assert not result.HasField("power_mw")
+    result, _ = tick(account, [hold()], gpu(at=6))
+    assert result.measured_ns == 5 * SECOND
+
+
+def test_a_counter_that_begins_anew_takes_nothing_away() -> None:
+    account = Account()
+    for at in (5, 6, 1, 2):
+        result, _ = tick(account, [hold()], gpu(at=at))
+    assert result.measured_ns == 2 * SECOND
+    assert result.energy_mj == 200_000
+
+
+def test_of_a_shared_gpu_only_what_its_own_processes_did_is_the_jobs() -> None:
+    account = Account()
+    shared = [hold(sharers=2)]
+    tick(account, shared, gpu(at=1), own={"GPU-a": 0})
+    result, missing = tick(account, shared, gpu(at=2), own={"GPU-a": SECOND // 10})
+    assert (result.busy_ns, result.measured_ns) == (SECOND // 10, SECOND)
+    for name in ("power_mw", "energy_mj"):
+        assert not result.HasField(name)
+        assert "shares" in missing[name]
+
+
+def test_when_nvml_does_not_tell_by_process_the_use_of_a_shared_gpu_is_not_known() -> None:
+    result, missing = tick(Account(), [hold(sharers=2)], gpu())
+    assert not result.HasField("busy_ns")
+    assert "by process" in missing["busy_ns"]
+
+
+@pytest.mark.parametrize("own_ns", [3 * SECOND, 10**18])
+def test_a_job_cannot_have_kept_a_gpu_busy_for_longer_than_was_measured(own_ns: int) -> None:
+    account = Account()
+    tick(account, [hold(sharers=2)], gpu(at=1), own={"GPU-a": 0})
+    result, _ = tick(account, [hold(sharers=2)], gpu(at=2), own={"GPU-a": own_ns})
+    assert result.busy_ns == result.measured_ns == SECOND
+
+
+def test_the_use_of_a_mig_instance_is_that_of_its_profile() -> None:
+    account = Account()
+    tick(account, [hold("MIG-1")], instance("MIG-1", 1))
+    result, missing = tick(account, [hold("MIG-1")], instance("MIG-1", 5))
+    assert (result.busy_ns, result.measured_ns) == (SECOND, 4 * SECOND)
+    assert (result.sm_active_ns, result.profiled_ns) == (4 * SECOND // 5, 4 * SECOND)
+    assert "part of one" in missing["power_mw"]
+
+
+def test_without_a_profile_the_use_of_a_mig_instance_is_not_known() -> None:
+    sample = instance("MIG-1", 1)
+    sample.ClearField("profile")
+    result, missing = tick(Account(), [hold("MIG-1")], sample)
+    assert not result.HasField("busy_ns")
+    assert "gpu.profiler" in missing["busy_ns"]
+
+
+def test_two_instances_in_one_gpu_instance_have_no_profile_of_their_own() -> None:
+    account = Account()
+    both = [instance("MIG-1", 1), instance("MIG-2", 1)]
+    tick(account, [hold("MIG-1")], *both)
+    result, missing = tick(account, [hold("MIG-1")], *both)
+    assert not result.HasField("busy_ns")
+    assert "GPU instance" in missing["busy_ns"]
+
+
+def test_a_job_with_a_gpu_and_all_its_instances_has_its_memory_once() -> None:
+    holds = [hold(), hold("MIG-1"), hold("MIG-2")]
+    samples = [gpu(), instance("MIG-1", 1), instance("MIG-2", 1, gpu_instance=2)]
+    result, _ = tick(Account(), holds, *samples)
+    assert result.memory_total_bytes == 80 << 30
+    assert result.power_mw == 100_000
+
+
+def test_a_gpu_whose_use_is_not_told_is_not_taken_for_idle() -> None:
+    account = Account()
+    for _ in range(2):
+        sample = gpu()
+        sample.ClearField("busy_ns")
+        sample.unavailable["busy_ns"] = "this GPU or driver has it not"
+        result, missing = tick(account, [hold()], sample)
+    assert not result.HasField("busy_ns")
+    assert missing["busy_ns"] == "this GPU or driver has it not"
+
+
+def test_several_gpus_are_added_up() -> None:
+    account = Account()
+    holds = [hold(), hold("GPU-b")]
+    for at in (1, 2):
+        result, _ = tick(account, holds, gpu(at=at), gpu("GPU-b", at, power_mw=50_000))
+    assert (result.measured_ns, result.busy_ns) == (2 * SECOND, SECOND)
+    assert (result.power_mw, result.memory_total_bytes) == (150_000, 160 << 30)
