@@ -92,7 +92,8 @@ class GpuConfig:
     profiler: bool = False  # activity of SMs, pipes and memory by GPM (Hopper or later)
     # NVML where it is not among the system's libraries, e.g. in a driver container; empty: libnvidia-ml.so.1
     library: str = ""
-    deadline_s: float = 5.0  # without an answer for so long the process that asks NVML is ended and begun anew
+    # Without an answer for so long the process that asks NVML is ended, and another one begun.
+    deadline_s: float = 5.0
     # The kubelet's word on which pod holds which GPU; empty: not asked
     pod_resources: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
 

@@ -50,9 +50,10 @@ def ask(command: list[str], deadline_s: float) -> tuple[str, str]:
         output, errors = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         process.kill()
+        output = ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.5)
-        return "", f"no end within {deadline_s:g} s"
+            output, _ = process.communicate(timeout=0.5)
+        return output, f"no end within {deadline_s:g} s"
     if process.returncode:
         last = errors.strip().rpartition("\n")[2]
         return output, f"status {process.returncode}: {last}"
@@ -70,8 +71,8 @@ class Smoke:
         self._library = library
         self._quick = quick
 
-    def step(self, name: str, *arguments: str, deadline_s: float = 20.0) -> Any:
-        """Run a step of bench.gpu_smoke.steps; what it says, None where it failed."""
+    def step(self, name: str, *arguments: str, deadline_s: float = 20.0) -> dict[str, Any]:
+        """Run a step of bench.gpu_smoke.steps; what it says, as far as it came."""
         command = [
             sys.executable,
             "-m",
@@ -83,17 +84,16 @@ class Smoke:
         ]
         print(f"{name} …", file=sys.stderr)
         output, why = ask(command, deadline_s)
-        try:
-            said = json.loads(output)
-        except ValueError:
-            why = why or "it said nothing that can be understood"
-        if why:
-            self.failed[name] = why
-            return None
+        said: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # a library that prints, or the step was killed amid a line
+            for line in output.splitlines():
+                said |= json.loads(line)
+        if why or not said:
+            self.failed[name] = why or "it said nothing"
         return said
 
     def begin(self) -> int:
-        """What there is; NVML's error, 0 for none, -1 when that cannot be told."""
+        """What there is; NVML's error, 0 for none or when that cannot be told."""
         self.found["when"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.found["kernel"] = f"{platform.release()} {platform.machine()}"
         self.found["python"] = platform.python_version()
@@ -108,7 +108,7 @@ class Smoke:
         nvml = next((line["nvml"] for line in lines if "nvml" in line), None)
         if nvml is None:
             self.failed["worker"] = why
-            return -1
+            return 0
         if nvml.get("code"):
             return int(nvml["code"])
         self.found["nvml"] = nvml
@@ -217,7 +217,7 @@ def main() -> None:
     (options.out / "smoke.json").write_text(json.dumps(smoke.found, indent=1))
     (options.out / "smoke.txt").write_text(said)
     print(said)
-    sys.exit(1 if smoke.failed or (code and code not in NO_DRIVER) else 0)
+    sys.exit(1 if smoke.failed or code not in (0, *NO_DRIVER) else 0)
 
 
 if __name__ == "__main__":

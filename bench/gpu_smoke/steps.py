@@ -1,4 +1,4 @@
-"""The steps of gpu_smoke that talk to NVML, each as a process of its own; prints one JSON object.
+"""The steps of gpu_smoke that talk to NVML, each as a process of its own; prints JSON objects, one a line.
 
 python -m bench.gpu_smoke.steps calls|buffers|events|mig [--library PATH]
 python -m bench.gpu_smoke.steps watch --seconds 8 --pid PID --file FILE [--library PATH]
@@ -91,7 +91,6 @@ def calls() -> dict[str, Any]:
         "GetGraphicsRunningProcesses": lambda: pynvml.nvmlDeviceGetGraphicsRunningProcesses(h),
         "GetMPSComputeRunningProcesses": lambda: pynvml.nvmlDeviceGetMPSComputeRunningProcesses(h),
         "GetProcessUtilization": lambda: pynvml.nvmlDeviceGetProcessUtilization(h, 0),
-        "GetPcieThroughput": lambda: pynvml.nvmlDeviceGetPcieThroughput(h, pynvml.NVML_PCIE_UTIL_TX_BYTES),
         "GetPersistenceMode": lambda: pynvml.nvmlDeviceGetPersistenceMode(h),
         "GetMigMode": lambda: pynvml.nvmlDeviceGetMigMode(h),
         "GetRemappedRows": lambda: pynvml.nvmlDeviceGetRemappedRows(h),
@@ -99,10 +98,11 @@ def calls() -> dict[str, Any]:
         "GetCurrPcieLinkGeneration": lambda: pynvml.nvmlDeviceGetCurrPcieLinkGeneration(h),
         "GetCount": pynvml.nvmlDeviceGetCount,
         "GetUUID": lambda: pynvml.nvmlDeviceGetUUID(h),
+        "GetPcieThroughput": lambda: pynvml.nvmlDeviceGetPcieThroughput(h, pynvml.NVML_PCIE_UTIL_TX_BYTES),
     }
-    found = {name: timed(function) for name, function in functions.items()}
-    found |= gpm_calls(h)
-    return found
+    for name, function in functions.items():  # each told at once, since the next may hang
+        print(json.dumps({name: timed(function)}), flush=True)
+    return gpm_calls(h)
 
 
 def gpm_calls(h: Any) -> dict[str, Any]:

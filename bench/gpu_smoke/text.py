@@ -15,7 +15,7 @@ def no_driver(found: dict[str, Any]) -> str:
     if code in (9, 12):
         why = "no driver: the NVIDIA driver is not loaded" if code == 9 else "no driver: no libnvidia-ml.so.1"
         return f"{why} (NVML error {code})\n"
-    return f"NVML cannot be asked: {'error ' + str(code) if code > 0 else found['failed']}\n"
+    return f"NVML cannot be asked: error {code}\n"
 
 
 def text(found: dict[str, Any]) -> str:
@@ -24,17 +24,18 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    nvml = found["nvml"]
     yield f"{found['when']}, Linux {found['kernel']}, {'root' if found['root'] else 'not root'}"
-    yield f"driver {nvml['driver_version']}, NVML {nvml['nvml_version']}, CUDA {nvml['cuda_version']}"
-    for uuid, code in nvml["absent"].items():
-        yield f"no handle of {uuid}: NVML error {code}"
-    for device in found["devices"]:
-        yield from _device(device)
-    yield from _calls(found["calls"] or {})
+    if "nvml" in found:
+        nvml = found["nvml"]
+        yield f"driver {nvml['driver_version']}, NVML {nvml['nvml_version']}, CUDA {nvml['cuda_version']}"
+        for uuid, code in nvml["absent"].items():
+            yield f"no handle of {uuid}: NVML error {code}"
+        for device in found["devices"]:
+            yield from _device(device)
+    yield from _calls(found["calls"])
     for name in ("buffers", "events", "mig"):
         yield from ("", name)
-        for key, value in _flat(found[name] or {}):
+        for key, value in _flat(found[name]):
             yield f"  {key}: {value}"
     for name, watch in found["watches"].items():
         if watch:

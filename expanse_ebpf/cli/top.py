@@ -76,7 +76,7 @@ def command(
     """Show the jobs of this node and what they use.
 
     On a terminal it is a live view; anywhere else one table, or one every --every SECONDS. Root sees
-    every job, a user their own.
+    every job, a user their own and, of other users' GPUs, the figures alone.
     """
     if gpus and as_json:
         raise ConfigError("--gpus chooses the table; leave it out, --json has jobs and GPUs alike")

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from expanse_ebpf.config import GpuConfig
 
 _log = logging.getLogger(__name__)
-# One of these is there once the driver is loaded, on WSL and Tegra too.
-_DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+# One of these is there once the driver is loaded, on WSL and Tegra too. Not /dev/nvidiactl: libnvidia-ml
+# makes that even where there is no driver.
+_DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two beginnings of a worker that fails
 _RARELY_S = 300.0  # at the longest, a device at which a worker hung is asked so often
 _REINIT_S = 5.0  # how long all devices must fail for a worker to be begun anew

@@ -83,7 +83,9 @@ class Devices:
         if uuid:
             instances = objects(device.get("instances"))[:MAX_INSTANCES]
             left, own = _by_instance(objects(device.get("processes")), instances)
-            self._take(uuid, "", {**device, "processes": left, "by_process": busy_by_pid(device)})
+            # Without it nobody asked: that is not the same as none being busy.
+            use = {"by_process": busy_by_pid(device)} if "by_process" in device else {}
+            self._take(uuid, "", {**device, "processes": left, **use})
             # Whoever reads them expects those of this very tick.
             for instance, processes in zip(instances, own, strict=True):
                 missing = {**mapping(instance.get("missing"))}

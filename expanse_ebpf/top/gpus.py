@@ -290,9 +290,10 @@ def conflicts(snapshot: Values) -> list[str]:
         for words in gpu["conflicts"]
     ]
     told = {words for gpu in snapshot["gpus"] for words in gpu["conflicts"]}
-    for job in snapshot["jobs"]:
-        for words in job["gpu"]["conflicts"] if job["gpu"] else ():
-            if words not in told:
-                lines.append(f"conflict, {text.clean(job['key'])}: {text.clean(words)}")
-                told.add(words)
-    return lines
+    return lines + [
+        f"conflict, {text.clean(job['key'])}: {text.clean(words)}"
+        for job in snapshot["jobs"]
+        if job["gpu"]
+        for words in job["gpu"]["conflicts"]
+        if words not in told
+    ]

@@ -50,16 +50,18 @@ def fit(text: str, width: int, right: bool = False) -> str:
 
 def wrap(line: str, width: int) -> list[str]:
     """Clean text in lines of at most `width` columns, broken at " · " if possible, later ones indented."""
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    body = line.lstrip()
+    start = line[: len(line) - len(body)]
+    indent = start + "  "
     lines: list[str] = []
     current = ""
-    for item in line.split(" · "):
+    for item in body.split(" · "):
         for sign, piece in _pieces(item, width - len(indent)):
             if current and cell_width(current + sign + piece) <= width:
                 current += sign + piece
             else:
                 lines += [current] * bool(current)
-                current = indent + piece if lines else piece
+                current = (indent if lines else start) + piece
     return [*lines, current]
 
 

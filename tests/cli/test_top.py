@@ -425,7 +425,7 @@ def test_live_view(terminal: Callable[..., Terminal], size: tuple[int, int]) -> 
     t.press(b"\r")  # a panel
     t.until(lambda: b"COMMAND" in t.output or size[1] < 24)
     t.press(b"?")
-    t.until(lambda: b"Jobs" in t.output or size[1] < 24)
+    t.until(lambda: b"Order of jobs" in t.output or size[1] < 24)
     t.press(b"?/x")  # help is closed, a filter begins
     t.press(b"\x03")
     assert t.wait() == 0

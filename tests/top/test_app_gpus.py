@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from textual.containers import VerticalScroll
 from expanse_ebpf.top.app import TopApp
 from expanse_ebpf.top.feed import LocalFeed
 from expanse_ebpf.top.text import UNKNOWN
-from expanse_ebpf.wire.collector_pb2 import Report
+from expanse_ebpf.wire.collector_pb2 import ProcessesReply, Report
 from tests.top.gpu_reports import UUIDS, gpu_report
 from tests.top.serving import ServedNode, make_report
 from tests.top.test_app import View, view
@@ -87,6 +88,29 @@ async def test_g_closes_the_panel_of_a_job(tmp_path: Path) -> None:
         await v.press("enter")
         assert v.text("#detail-text").startswith("GPU 0")
         assert "train.py" not in v.text("#detail-text")
+
+
+async def test_a_late_answer_about_a_job_makes_no_question_about_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    answer = threading.Event()
+
+    def processes(_feed: LocalFeed, key: str, _run: int) -> ProcessesReply:
+        asked.append(key)
+        assert answer.wait(20)
+        return ProcessesReply()
+
+    monkeypatch.setattr(LocalFeed, "processes", processes)
+    async with view(tmp_path, make=gpu_report) as v:
+        await v.press("enter")
+        await v.until(lambda: asked)
+        await v.press("g", "enter")
+        answer.set()
+        await v.until(lambda: not v.app._asking)
+        await v.report(21, make=gpu_report)
+        assert asked == ["slurm/4413"]
+        assert v.text("#detail-text").startswith("GPU 0")
 
 
 async def test_the_filter_is_of_what_is_shown(tmp_path: Path) -> None:

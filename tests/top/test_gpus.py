@@ -231,13 +231,14 @@ def test_trouble_is_named() -> None:
     report.gpus[0].state = report.gpus[1].state = "silent"
     report.gpus[0].conflicts.append("another")
     report.gpus[0].unresolved_processes = 2
-    report.jobs[2].gpu.conflicts.append("one that only the job knows of")
+    for job in report.jobs[:2]:
+        job.gpu.conflicts.append("one that only the job knows of")
     report.nvml.up, report.nvml.code, report.nvml.reason = False, "hung", "no answer in 5 s"
     assert gpus.trouble(shown(report), "see g") == [
         "NVML is down: no answer in 5 s (hung)",
         "GPU lost: 4 GPU-4a6b7c8d",
         "NVML has no answer of GPU: 0 GPU-0a6b7c8d, 1 GPU-1a6b7c8d",
-        "3 GPU conflicts; see g",
+        "4 GPU conflicts; see g",
         "3 GPU processes whose job is not known; see g",
     ]
     assert not gpus.trouble(snapshot(None, make_report(1)), "see g")

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import pytest
+
+from expanse_ebpf.nvml import reasons
+from expanse_ebpf.nvml.devices import Devices
+from expanse_ebpf.wire.collector_pb2 import GpuEvent, NvmlStatus
+from tests.nvml.conftest import EAGER, MakeNode, Node, Round
+from tests.stand_ins.nvml import uuid
+
+
+def told(found: Round) -> list[tuple[str, str]]:
+    return [(event.uuid, event.kind) for event in found.events]
+
+
+def history(node: Node, ticks: int) -> list[tuple[str, str]]:
+    return [event for _ in range(ticks) for event in told(node.tick())]
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> Node:
+    node = make_node(devices=2)
+    node.until_all_is_well()
+    return node
+
+
+@pytest.mark.parametrize("code", [15, 16])
+def test_a_gpu_is_lost_in_one_event_and_back_in_one(node: Node, code: int) -> None:
+    node.gpus.fail("*", code, 1)
+    found = node.until(lambda found: found.gpu(1).state == "lost")
+    assert told(found) == [(uuid(1), "lost")]
+    assert dict(found.gpu(1).unavailable) == {"all": reasons.sentence(code)}
+    assert found.gpu(1).name and found.gpu(1).index == 1 and not found.gpu(1).HasField("power_mw")
+    for _ in range(4):
+        found = node.tick()
+        assert found.states == ["ok", "lost"]
+        assert found.gpu(0).power_mw == 70_000
+        assert found.status.up
+        assert told(found) == []
+    node.gpus.heal()
+    found = node.until(lambda found: found.gpu(1).state == "ok")
+    assert told(found) == [(uuid(1), "back")]
+    assert found.gpu(1).power_mw == 70_000
+    assert history(node, 3) == []
+    assert node.client.status.restarts == 0
+
+
+def test_a_gpu_that_gives_no_handle_because_it_is_lost_is_lost(make_node: MakeNode) -> None:
+    node = make_node(devices=2, command=EAGER)
+    node.until_all_is_well()
+    node.gpus.fail("nvmlDeviceGetHandleByIndex", 15, 0)
+    found = node.until(lambda found: found.gpu(0).state == "lost")
+    assert told(found) == [(uuid(0), "lost")]
+    assert node.client.absent == {"index 0": 15}
+    assert history(node, 3) == []
+    node.gpus.heal()
+    assert told(node.until(lambda found: found.gpu(0).state == "ok")) == [(uuid(0), "back")]
+    assert node.client.absent == {}
+
+
+def test_a_gpu_that_NVML_counts_no_more_is_lost(make_node: MakeNode) -> None:
+    node = make_node(devices=2, command=EAGER)
+    node.until_all_is_well()
+    node.gpus.system(devices=1)
+    found = node.until(lambda found: found.gpu(1).state == "lost")
+    assert told(found) == [(uuid(1), "lost")]
+    assert found.gpu(0).state == "ok"
+    node.gpus.system(devices=2)
+    assert told(node.until(lambda found: found.gpu(1).state == "ok")) == [(uuid(1), "back")]
+
+
+def test_a_gpu_that_gives_no_handle_for_another_reason_is_silent_with_it(make_node: MakeNode) -> None:
+    node = make_node(devices=2, command=EAGER)
+    node.until_all_is_well()
+    node.gpus.fail("nvmlDeviceGetHandleByIndex", 17, 0)
+    found = node.until(lambda found: found.gpu(0).state == "silent")
+    found = node.tick()
+    assert dict(found.gpu(0).unavailable) == {"all": reasons.sentence(17)}
+    assert found.gpu(1).state == "ok"
+    assert told(found) == []
+
+
+def test_samples_count_once_when_a_gpu_was_away(make_node: MakeNode) -> None:
+    node = make_node(command=EAGER)
+    node.gpus.auto(0, utilization=50)
+    before = node.until(lambda found: found.states == ["ok"] and found.gpu().measured_ns > 0).gpu()
+    node.gpus.fail("nvmlDeviceGetHandleByIndex", 15, 0)
+    node.until(lambda found: found.states == ["lost"])
+    node.gpus.heal()
+    after = node.until(lambda found: found.states == ["ok"]).gpu()
+    assert after.measured_ns - before.measured_ns <= after.time_ns - before.time_ns + 200_000_000
+
+
+def test_a_lost_gpu_stays_lost_while_there_is_no_worker(node: Node) -> None:
+    node.gpus.fail("*", 15, 1)
+    node.until(lambda found: found.gpu(1).state == "lost")
+    node.gpus.remove()
+    assert node.client._worker is not None
+    node.client._worker.kill()
+    node.wait_until_it_has_ended()
+    for _ in range(3):
+        found = node.tick()
+        assert told(found) == []
+    assert found.states == ["silent", "lost"]
+    assert found.gpu(0).unavailable["all"].startswith("there is no ")
+
+
+# ---- XID errors
+
+
+def test_each_xid_is_told_once_and_counted(node: Node) -> None:
+    node.gpus.event(1, 31)
+    found = node.until(lambda found: bool(found.events))
+    (event,) = found.events
+    assert (event.uuid, event.kind, event.xid) == (uuid(1), "xid", 31)
+    assert abs(event.time_ns - found.gpu(1).time_ns) < 60_000_000_000
+    assert dict(found.gpu(1).xids) == {31: 1}
+    assert dict(found.gpu(0).xids) == {}
+    assert history(node, 3) == []
+    with node.gpus.batch():
+        node.gpus.event(1, 31)
+        node.gpus.event(0, 48)
+        node.gpus.event(1, 94)
+        node.gpus.event(1, 31)
+    found = node.until(lambda found: bool(found.events))
+    assert [(event.uuid, event.xid) for event in found.events] == [
+        (uuid(1), 31),
+        (uuid(0), 48),
+        (uuid(1), 94),
+        (uuid(1), 31),
+    ]
+    assert dict(found.gpu(1).xids) == {31: 3, 94: 1}
+    assert dict(found.gpu(0).xids) == {48: 1}
+
+
+def test_other_events_are_none_of_ours(node: Node) -> None:
+    node.gpus.event(0, 2, kind=4)  # nvmlEventTypePState
+    assert history(node, 3) == []
+
+
+def test_the_xid_with_which_a_gpu_falls_off_the_bus_is_told(node: Node) -> None:
+    with node.gpus.batch():
+        node.gpus.event(1, 79)
+        node.gpus.fail("*", 15, 1)
+    found = node.until(lambda found: bool(found.events))
+    assert sorted(event.kind for event in found.events) == ["lost", "xid"]
+    assert {event.uuid for event in found.events} == {uuid(1)}
+    assert dict(found.gpu(1).xids) == {79: 1}
+
+
+def test_a_lost_gpu_does_not_keep_back_the_xids_of_the_others(node: Node) -> None:
+    node.gpus.fail("*", 15, 1)
+    node.until(lambda found: found.gpu(1).state == "lost")
+    for _ in range(3):
+        node.tick()
+    node.gpus.event(0, 48)
+    found = node.until(lambda found: bool(found.events))
+    assert [(event.uuid, event.xid) for event in found.events] == [(uuid(0), 48)]
+
+
+def test_a_gpu_that_is_back_tells_of_its_xids_again(node: Node) -> None:
+    node.gpus.fail("*", 15, 1)
+    node.until(lambda found: found.gpu(1).state == "lost")
+    node.tick()
+    node.gpus.heal()
+    node.until(lambda found: found.gpu(1).state == "ok")
+    node.tick()
+    node.gpus.event(1, 13)
+    assert node.until(lambda found: bool(found.events)).gpu(1).xids[13] == 1
+
+
+def test_gpus_without_events_have_everything_else(make_node: MakeNode) -> None:
+    node = make_node(devices=2)
+    node.gpus.set(0, event_types=None)
+    node.until_all_is_well()
+    node.gpus.event(1, 48)
+    assert [event.uuid for event in node.until(lambda found: bool(found.events)).events] == [uuid(1)]
+
+
+def test_xids_are_counted_on_through_a_new_worker(node: Node) -> None:
+    node.gpus.event(0, 48)
+    node.until(lambda found: bool(found.events))
+    assert node.client._worker is not None
+    node.client._worker.kill()
+    node.wait_until_it_has_ended()
+    assert dict(node.tick().gpu(0).xids) == {48: 1}
+    node.until_all_is_well()
+    node.gpus.event(0, 48)
+    assert dict(node.until(lambda found: bool(found.events)).gpu(0).xids) == {48: 2}
+
+
+# ---- bounds
+
+
+def test_events_of_one_tick_are_bounded() -> None:
+    devices = Devices()
+    for _ in range(100_000):
+        devices.take({"event": {"uuid": uuid(0), "xid": 31}}, 1)
+    _, events = devices.report(NvmlStatus(), None, {}, 1)
+    assert events == [GpuEvent(time_ns=1, uuid=uuid(0), kind="xid", xid=31)] * 256

@@ -1,0 +1,267 @@
+"""The source as a whole: the real worker on a stand-in for NVML, a made-up /proc, a real kubelet's API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from expanse_ebpf.config import GpuConfig
+from expanse_ebpf.gpu.claims import ClaimReader
+from expanse_ebpf.gpu.pod_resources import PodResources
+from expanse_ebpf.jobs.job import Job
+from expanse_ebpf.nvml import client
+from expanse_ebpf.nvml.client import Client
+from expanse_ebpf.sources.gpu import GpuSource
+from expanse_ebpf.wire.collector_pb2 import GpuSample, JobIdentity, JobSample, Report
+
+from ..gpu.kubelet import Kubelet
+from ..gpu.made_up_proc import MadeUpProc
+from ..stand_ins.nvml import StandIn, uuid
+
+INTERVAL_S = 0.15
+GIB = 1 << 30
+DEVICES = "Character devices:\n  1 mem\n195 nvidia\n511 nvidia-uvm\n\nBlock devices:\n  8 sd\n"
+
+
+class Machine:
+    """GPUs, jobs and a source that looks at them; tick() is one report."""
+
+    def __init__(self, folder: Path, gpus: StandIn, kubelet: Kubelet | None, profiler: bool) -> None:
+        self.gpus = gpus
+        (folder / "proc").mkdir()
+        self.proc = MadeUpProc(folder / "proc")
+        (folder / "proc" / "devices").write_text(DEVICES)
+        self.jobs: list[Job] = []
+        config = GpuConfig(library=str(gpus.library), profiler=profiler)
+        pods = PodResources(str(kubelet.socket), every_s=0.05) if kubelet is not None else None
+        self.source = GpuSource(
+            Client(config, INTERVAL_S), ClaimReader(pods, str(folder / "proc")), profiler=profiler
+        )
+        self.source.start()
+
+    def job(self, key: str, *pids: int, gpus: str = "", variable: str = "CUDA_VISIBLE_DEVICES") -> Job:
+        scheduler, _, name = key.partition("/")
+        identity = JobIdentity(scheduler=scheduler, id=name, run=len(self.jobs) + 1)
+        if gpus:
+            identity.gpus.extend(gpus.split(","))
+            identity.gpus_source = variable
+        job = Job(identity, pids=frozenset(pids))
+        self.jobs.append(job)
+        return job
+
+    def tick(self) -> Report:
+        time.sleep(INTERVAL_S)
+        report = Report(time_ns=time.time_ns())
+        pairs = []
+        for job in self.jobs:
+            sample = report.jobs.add()
+            sample.identity.CopyFrom(job.identity)
+            pairs.append((job, sample))
+        self.source.sample(time.monotonic(), pairs, report)
+        return report
+
+    def until(self, condition: Callable[[Report], object], seconds: float = 15) -> Report:
+        deadline = time.monotonic() + seconds
+        while True:
+            report = self.tick()
+            if report.gpus and condition(report):
+                return report
+            assert time.monotonic() < deadline, str(report)[:4000]
+
+
+Make = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Make]:
+    made: list[Machine] = []
+
+    def make(
+        devices: int = 2, kubelet: Kubelet | None = None, profiler: bool = False, **more: object
+    ) -> Machine:
+        gpus = StandIn(tmp_path / "nvml", devices=devices, **more)  # type: ignore[arg-type]
+        made.append(Machine(tmp_path, gpus, kubelet, profiler))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.source.stop()
+
+
+@pytest.fixture
+def kubelet() -> Iterator[Kubelet]:
+    made = Kubelet().start()
+    yield made
+    made.close()
+
+
+def of(report: Report, number: int) -> GpuSample:
+    return next(gpu for gpu in report.gpus if gpu.uuid == uuid(number))
+
+
+def sample(report: Report, job: Job) -> JobSample:
+    return next(s for s in report.jobs if s.identity == job.identity)
+
+
+def test_a_node_without_a_driver_has_no_gpus_and_that_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_DRIVER_FILES", ("/proc/driver/no-such-driver",))
+    source = GpuSource(Client(GpuConfig(), 1.0), ClaimReader(None))
+    source.start()
+    report = Report()
+    source.sample(time.monotonic(), [], report)
+    source.stop()
+    assert not report.gpus
+    assert not report.HasField("nvml")
+    assert source.unavailable == {}
+
+
+def test_a_number_of_a_container_is_credited_to_the_process_that_has_the_gpu_open(machine: Make) -> None:
+    """The case of faults: NVML says 324, which here is sshd, and in a container is pid 645400."""
+    node = machine()
+    node.proc.process(324, "/dev/null", program="/usr/sbin/sshd")
+    node.proc.process(645400, "/dev/nvidia0", numbers=(645400, 324))
+    sshd = node.job("unit/sshd.service", 324)
+    training = node.job("container/abc", 645400)
+    node.gpus.processes(0, [(324, 3 * GIB)])
+    report = node.until(lambda r: of(r, 0).processes and of(r, 0).processes[0].resolved)
+    (process,) = of(report, 0).processes
+    assert (process.pid, process.job, process.memory_bytes) == (645400, "container/abc", 3 * GIB)
+    assert of(report, 0).unresolved_processes == 0
+    assert sample(report, training).gpu.memory_bytes == 3 * GIB
+    assert [(h.uuid, h.source) for h in sample(report, training).gpu.holds] == [(uuid(0), "processes")]
+    assert not sample(report, sshd).HasField("gpu")
+
+
+def test_without_that_process_the_number_is_nobodys(machine: Make) -> None:
+    node = machine()
+    node.proc.process(324, "/dev/null", program="/usr/sbin/sshd")
+    sshd = node.job("unit/sshd.service", 324)
+    node.gpus.processes(0, [(324, 3 * GIB)])
+    report = node.until(lambda r: of(r, 0).unresolved_processes)
+    assert of(report, 0).unresolved_processes == 1
+    assert of(report, 0).processes[0].job == ""
+    assert not sample(report, sshd).HasField("gpu")
+
+
+def test_two_containers_with_that_number_are_no_coin_toss(machine: Make) -> None:
+    node = machine()
+    for pid in (645400, 645500):
+        node.proc.process(pid, "/dev/nvidia0", numbers=(pid, 324))
+    jobs = [node.job(f"container/{pid}", pid) for pid in (645400, 645500)]
+    node.gpus.processes(0, [(324, 3 * GIB)])
+    for _ in range(4):
+        report = node.tick()
+    assert of(report, 0).unresolved_processes == 1
+    assert all(not sample(report, job).gpu.HasField("memory_bytes") for job in jobs)
+
+
+def test_two_jobs_on_one_gpu_each_have_the_use_of_their_own_processes(machine: Make) -> None:
+    node = machine()
+    now = time.time_ns() // 1000 - 5_000_000
+    for pid in (4000, 4001, 5000):
+        node.proc.process(pid, "/dev/nvidia0")
+    first, second = node.job("run/first", 4000, 4001), node.job("run/second", 5000)
+    node.gpus.processes(0, [(4000, GIB), (4001, GIB), (5000, 5 * GIB)])
+    node.gpus.samples(0, [(now, 80)])
+    node.gpus.process_samples(0, [(now, 4000, 1, 0)])
+    node.until(lambda r: len(of(r, 0).holders) == 2 and sample(r, first).gpu.HasField("busy_ns"))
+    later = now + 1_000_000
+    with node.gpus.batch():
+        node.gpus.samples(0, [(now, 80), (later, 80)])
+        node.gpus.process_samples(0, [(later, 4000, 20, 5), (later, 4001, 10, 5), (later, 5000, 50, 5)])
+    report = node.until(lambda r: sample(r, second).gpu.busy_ns)
+    gpus = [sample(report, job).gpu for job in (first, second)]
+    assert [gpu.busy_ns for gpu in gpus] == [300_000_000, 500_000_000]
+    assert [gpu.measured_ns for gpu in gpus] == [10**9, 10**9]
+    assert [gpu.memory_bytes for gpu in gpus] == [2 * GIB, 5 * GIB]
+    assert [hold.sharers for gpu in gpus for hold in gpu.holds] == [2, 2]
+    for job in (first, second):
+        assert not sample(report, job).gpu.HasField("power_mw")
+        assert "shares a GPU" in sample(report, job).unavailable["gpu.power_mw"]
+
+
+def test_every_gpu_is_reported_whether_pods_hold_one_or_none(machine: Make, kubelet: Kubelet) -> None:
+    """K8-03: shares in time, one of eight GPUs given out, then none."""
+    kubelet.give("default", "a", "nvidia.com/gpu", f"{uuid(0)}::0")
+    kubelet.give("default", "b", "nvidia.com/gpu", f"{uuid(0)}::1")
+    node = machine(devices=8, kubelet=kubelet)
+    pods = [node.job(f"kubernetes/default/{name}") for name in "ab"]
+    report = node.until(lambda r: len(of(r, 0).holders) == 2)
+    assert [holder.id for holder in of(report, 0).holders] == ["default/a", "default/b"]
+    assert of(report, 0).conflicts == []
+    for pod in pods:
+        (hold,) = sample(report, pod).gpu.holds
+        assert (hold.uuid, hold.source, hold.sharers) == (uuid(0), "pod_resources", 2)
+        assert not sample(report, pod).gpu.HasField("power_mw")  # of the GPU, and there once
+    assert len(report.gpus) == 8
+    assert sum(gpu.power_mw for gpu in report.gpus) == 8 * 70_000
+    kubelet.pods.clear()
+    report = node.until(lambda r: not of(r, 0).holders)
+    assert [gpu.uuid for gpu in report.gpus] == [uuid(n) for n in range(8)]
+    assert all(gpu.state == "ok" and gpu.power_mw == 70_000 for gpu in report.gpus)
+
+
+def test_while_the_kubelet_is_away_figures_go_on(machine: Make, kubelet: Kubelet) -> None:
+    """K8-01: a kubelet that is started anew makes its socket anew."""
+    kubelet.give("default", "a", "nvidia.com/gpu", uuid(0))
+    node = machine(kubelet=kubelet)
+    node.job("kubernetes/default/a")
+    node.until(lambda r: of(r, 0).holders)
+    kubelet.stop()
+    for _ in range(3):
+        assert of(node.tick(), 0).HasField("power_mw")
+    kubelet.pods.clear()
+    kubelet.give("default", "b", "nvidia.com/gpu", uuid(1))
+    node.job("kubernetes/default/b")
+    kubelet.start()
+    report = node.until(lambda r: of(r, 1).holders)
+    assert of(report, 1).holders[0].id == "default/b"
+    assert not of(report, 0).holders
+
+
+def test_what_the_kubelet_gives_and_the_node_has_not_is_named(machine: Make, kubelet: Kubelet) -> None:
+    kubelet.give("default", "a", "nvidia.com/gpu", "GPU-ffffffff-0000-0000-0000-000000000000")
+    node = machine(kubelet=kubelet)
+    pod = node.job("kubernetes/default/a")
+    report = node.until(lambda r: sample(r, pod).gpu.unknown)
+    assert sample(report, pod).gpu.unknown == ["GPU-ffffffff-0000-0000-0000-000000000000"]
+    assert not sample(report, pod).gpu.holds
+
+
+def test_a_pod_without_a_gpu_that_uses_one_is_a_conflict(machine: Make, kubelet: Kubelet) -> None:
+    kubelet.give("default", "a", "nvidia.com/gpu", uuid(0))
+    node = machine(kubelet=kubelet)
+    node.proc.process(7000, "/dev/nvidia0")
+    owner = node.job("kubernetes/default/a")
+    intruder = node.job("kubernetes/default/b", 7000)
+    node.gpus.processes(0, [(7000, GIB)])
+    report = node.until(lambda r: sample(r, intruder).gpu.conflicts)
+    assert [holder.id for holder in of(report, 0).holders] == ["default/a"]
+    assert "7000" in sample(report, intruder).gpu.conflicts[0]
+    assert not sample(report, owner).gpu.conflicts
+    assert sample(report, intruder).gpu.memory_bytes == GIB
+
+
+def test_a_job_on_a_gpu_that_falls_silent_says_so(machine: Make) -> None:
+    node = machine()
+    job = node.job("run/a", gpus=uuid(1))
+    node.until(lambda r: sample(r, job).gpu.HasField("power_mw"))
+    node.gpus.fail("*", 999, 1)
+    report = node.until(lambda r: of(r, 1).state == "silent")
+    assert uuid(1) in sample(report, job).unavailable["gpu"]
+    assert not sample(report, job).gpu.HasField("power_mw")
+    assert [hold.uuid for hold in sample(report, job).gpu.holds] == [uuid(1)]
+    assert of(report, 0).state == "ok"
+
+
+def test_a_job_that_ends_leaves_nothing_behind(machine: Make) -> None:
+    node = machine()
+    job = node.job("run/a", gpus=uuid(1))
+    node.until(lambda r: of(r, 1).holders)
+    node.jobs.remove(job)
+    report = node.until(lambda r: not of(r, 1).holders)
+    assert of(report, 1).state == "ok"
+    assert node.source._accounts == {}
