@@ -43,6 +43,7 @@ GPM |= {20: 850.0, 21: 1200.0, 60: 9000.0, 61: 9000.0}
 WORK = "import time\nwhile True:\n time.sleep(0.05)\n sum(range(3000))"
 CALL_US = (10, 100)  # what a call takes with a real driver, from and to
 FAST_S = 0.25  # interval of the source alone
+SETTLED = 26  # ticks of it, in which new cgroups are read each time
 MIB = 2**20
 
 
@@ -225,7 +226,7 @@ def alone(mode: str, ticks: int, node: StandIn, pids: Sequence[int], scratch: Pa
     try:
         watched = [job_of(pid) for pid in pids]
         before_ns = 0
-        for number in range(WARM_UP + ticks + 1):
+        for number in range(SETTLED + ticks + 1):
             time.sleep(FAST_S)
             report = Report(time_ns=time.time_ns())
             pairs = [(job, report.jobs.add(identity=job.identity)) for job in watched]
@@ -234,13 +235,15 @@ def alone(mode: str, ticks: int, node: StandIn, pids: Sequence[int], scratch: Pa
             spent = time.thread_time_ns() - began
             if report.nvml.up and not first:
                 first = node.calls()
-            if number == WARM_UP:
+            if number == SETTLED:
                 node.reset_calls()
-            elif number > WARM_UP:
+            elif number > SETTLED:
                 own.append(spent / 1e6)
                 worker.append((report.nvml.cpu_ns - before_ns) / 1e6)
             before_ns = report.nvml.cpu_ns
-        calls = {name: count / ticks for name, count in node.calls().items()}
+        called = node.calls()
+        rounds = called["nvmlEventSetWait_v2"]  # once in each
+        calls = {name: count / rounds for name, count in called.items()}
         stat = (before_ns / 1e6, sum(map(stat_ms, workers(os.getpid()))))
     finally:
         source.stop()

@@ -18,7 +18,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +33,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     GpuProcess,
     GpuSample,
     HostSample,
-    JobSample,
+    JobIdentity,
     NodeReply,
     NodeRequest,
     ProcessesReply,
@@ -116,10 +116,9 @@ def visible(report: Report, uid: int) -> Report:
         SourceStatus(name=s.name, up=s.up, reason=s.reason, sample_ns=s.sample_ns)
         for s in report.collector.sources
     )
-    own: list[JobSample] = []
-    others: list[JobSample] = []
-    for job in report.jobs:
-        (own if job.identity.HasField("uid") and job.identity.uid == uid else others).append(job)
+    own = [job for job in report.jobs if job.identity.HasField("uid") and job.identity.uid == uid]
+    runs = {_run(job.identity) for job in own}
+    foreign = _names_of_others(report, runs)
     seen = Report(
         node=report.node,
         sequence=report.sequence,
@@ -128,52 +127,63 @@ def visible(report: Report, uid: int) -> Report:
         jobs=own,
         host=host,
         collector=collector,
-        gpus=_visible_gpus(report, own, others),
-        gpu_events=[_visible_event(event, own) for event in report.gpu_events],
+        gpus=[_visible_gpu(gpu, runs, foreign) for gpu in report.gpus],
+        gpu_events=[
+            GpuEvent(
+                time_ns=event.time_ns,
+                uuid=event.uuid,
+                kind=event.kind,
+                xid=event.xid,
+                holders=_visible_holders(event.holders, runs),
+            )
+            for event in report.gpu_events
+        ],
     )
     if report.HasField("nvml"):
         seen.nvml.CopyFrom(report.nvml)
-    strangers = {h.name for gpu in report.gpus for h in gpu.holders if h.name and not h.scheduler}
-    foreign = {_key(job) for job in others} | strangers
     for job in seen.jobs:
         if job.gpu.conflicts:
-            words = [HIDDEN_CONFLICT if any(f in w for f in foreign) else w for w in job.gpu.conflicts]
-            job.gpu.conflicts[:] = words
+            # One that was cut may end in a part of a name.
+            job.gpu.conflicts[:] = [
+                HIDDEN_CONFLICT if words.endswith("…") or any(name in words for name in foreign) else words
+                for words in job.gpu.conflicts
+            ]
     return seen
 
 
-def _visible_gpus(report: Report, own: Sequence[JobSample], others: Sequence[JobSample]) -> list[GpuSample]:
-    """The node's GPUs; each holder and process that is not of the user's jobs leaves an empty entry.
+_Run = tuple[str, str, int]
 
-    So do contradictions leave their number: the words may name any job.
+
+def _run(job: JobIdentity | GpuHolder) -> _Run:
+    return job.scheduler, job.id, job.run
+
+
+def _names_of_others(report: Report, own: Collection[_Run]) -> set[str]:
+    """Keys and names of everyone in the report but the jobs `own`."""
+    everyone = [job.identity for job in report.jobs] + [h for gpu in report.gpus for h in gpu.holders]
+    others = [one for one in everyone if _run(one) not in own]
+    return {f"{one.scheduler}/{one.id}" if one.scheduler else one.name for one in others} - {""}
+
+
+def _visible_gpu(gpu: GpuSample, own: Collection[_Run], foreign: Collection[str]) -> GpuSample:
+    """A GPU, with an empty entry for each holder and process that is not of the jobs `own`.
+
+    Of contradictions the number is told: the words may name any job.
     """
-    # A process has its job's key without a run, and users may give their jobs the same name.
-    keys = {_key(job) for job in own} - {_key(job) for job in others}
-    found = []
-    for gpu in report.gpus:
-        seen = GpuSample()
-        seen.CopyFrom(gpu)
-        for name in _ROOTS_GPU_FIELDS:
-            seen.ClearField(name)
-        seen.processes.extend(p if p.job in keys else GpuProcess() for p in gpu.processes)
-        seen.holders.extend(_visible_holders(gpu.holders, own))
-        seen.conflicts.extend(HIDDEN_CONFLICT for _ in gpu.conflicts)
-        found.append(seen)
-    return found
+    # A process has its job's key without a run, and two users may give their jobs the same name.
+    keys = {f"{scheduler}/{id}" for scheduler, id, _ in own}.difference(foreign)
+    seen = GpuSample()
+    seen.CopyFrom(gpu)
+    for name in _ROOTS_GPU_FIELDS:
+        seen.ClearField(name)
+    seen.processes.extend(p if p.job in keys else GpuProcess() for p in gpu.processes)
+    seen.holders.extend(_visible_holders(gpu.holders, own))
+    seen.conflicts.extend(HIDDEN_CONFLICT for _ in gpu.conflicts)
+    return seen
 
 
-def _visible_event(event: GpuEvent, own: Sequence[JobSample]) -> GpuEvent:
-    holders = _visible_holders(event.holders, own)
-    return GpuEvent(time_ns=event.time_ns, uuid=event.uuid, kind=event.kind, xid=event.xid, holders=holders)
-
-
-def _visible_holders(holders: Iterable[GpuHolder], own: Iterable[JobSample]) -> list[GpuHolder]:
-    runs = {(job.identity.scheduler, job.identity.id, job.identity.run) for job in own}
-    return [h if (h.scheduler, h.id, h.run) in runs else GpuHolder() for h in holders]
-
-
-def _key(job: JobSample) -> str:
-    return f"{job.identity.scheduler}/{job.identity.id}"
+def _visible_holders(holders: Iterable[GpuHolder], own: Collection[_Run]) -> list[GpuHolder]:
+    return [holder if _run(holder) in own else GpuHolder() for holder in holders]
 
 
 class _Client:

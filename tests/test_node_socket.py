@@ -220,7 +220,11 @@ def test_visible_hides_what_sources_say_of_others() -> None:
 def test_a_user_sees_every_gpu_and_of_who_uses_it_only_their_own_jobs() -> None:
     report = gpu_report(1)
     report.gpus[2].processes.add(pid=4200, kind="compute", job="slurm/4411", resolved=True)
-    report.jobs[1].gpu.conflicts.append("its process 4100 uses GPU-0, which it does not hold")
+    own_words = "its process 4100 uses GPU-0, which it does not hold"
+    cut = "SLURM_JOB_GPUS names GPU-0, which kubernetes/te…"
+    not_reported = "SLURM_JOB_GPUS names GPU-0, which slurm/77 holds"  # past agent.max_jobs
+    report.gpus[3].holders.add(scheduler="slurm", id="77", run=77, source="slurm")
+    report.jobs[1].gpu.conflicts.extend([own_words, cut, not_reported])
     seen = visible(report, 1001)  # who has job 4412
     assert [gpu.uuid for gpu in seen.gpus] == [gpu.uuid for gpu in report.gpus]
     for gpu, whole in zip(seen.gpus, report.gpus, strict=True):
@@ -240,7 +244,8 @@ def test_a_user_sees_every_gpu_and_of_who_uses_it_only_their_own_jobs() -> None:
     assert (seen.gpu_events[0].uuid, seen.gpu_events[0].xid) == (whole_gpus[2].uuid, 79)
     assert seen.nvml == report.nvml
     # Its own contradictions stay, unless they name somebody else.
-    assert list(seen.jobs[0].gpu.conflicts) == [HIDDEN_CONFLICT, report.jobs[1].gpu.conflicts[1]]
+    hidden = HIDDEN_CONFLICT
+    assert list(seen.jobs[0].gpu.conflicts) == [hidden, own_words, hidden, hidden]
     for secret in (b"4411", b"4413", b"notebook", b"resnet50"):
         assert secret not in seen.SerializeToString()
         assert secret in report.SerializeToString()  # which is as it was

@@ -26,7 +26,7 @@ from expanse_ebpf.kernel.libbpf import BpfError
 from expanse_ebpf.text import clean
 
 # As in expanse_ebpf/nvml/client.py, which this package may not import.
-DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 DEADLINE_S = 5.0
 _END_S = 0.3  # how long the end of a process that was killed is waited for
 _KUBELET = "/var/lib/kubelet"
@@ -43,7 +43,7 @@ def findings(config: Config, pod_resources: Literal["running", "absent", "stale"
     if not driver and not config.gpu.library:
         return [gpu_features.no_driver(_is_installed())]
     found = _nvml(config)
-    if any("nvidia" in file for file in driver):
+    if DRIVER_FILES[0] in driver:  # others have other device files
         found.append(_devices(Path("/dev"), Path("/proc/driver/nvidia")))
     kubelet = Path(_KUBELET).is_dir() or "KUBERNETES_SERVICE_HOST" in os.environ
     pods = gpu_features.pod_resources(config.gpu.pod_resources, pod_resources, kubelet)

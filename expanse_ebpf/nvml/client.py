@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.decode import error_code, identifier, mapping, number
 from expanse_ebpf.nvml.process import Process
+from expanse_ebpf.nvml.suspects import Suspects
 from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import NvmlStatus
 
@@ -29,7 +30,6 @@ _log = logging.getLogger(__name__)
 # makes that even where there is no driver.
 _DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two beginnings of a worker that fails
-_RARELY_S = 300.0  # at the longest, a device at which a worker hung is asked so often
 _REINIT_S = 5.0  # how long all devices must fail for a worker to be begun anew
 _MOST_ENDING = 2  # workers that were killed and hang in the kernel
 _END_S = 0.3  # how long a worker's end is waited for, and then again after SIGKILL
@@ -37,17 +37,6 @@ _MARGIN_S = 0.02
 _MOST_DEVICES = 64
 _LONGEST_ROUND_NS = 1 << 40
 _STARTING = ("starting", "NVML has not answered yet")
-
-
-class _Suspect:
-    """A device at which a worker hung or crashed."""
-
-    __slots__ = ("again", "code", "delay_s")
-
-    def __init__(self, delay_s: float) -> None:
-        self.code = 0  # HUNG or CRASHED
-        self.delay_s = delay_s
-        self.again = 0.0  # monotonic time at which it is asked again
 
 
 class Client:
@@ -73,8 +62,8 @@ class Client:
         self._took_s = 0.1
         # What outlives a worker
         self._seen_us: dict[str, int] = {}  # stamps of the newest samples
-        self._suspects: dict[str, _Suspect] = {}
-        self._there = False
+        self._suspects = Suspects(config.deadline_s)
+        self._files: frozenset[str] = frozenset()
         self._began = 0.0
         self._failed_to_begin = False
         self._delay_s = _FIRST_S
@@ -87,38 +76,36 @@ class Client:
     @property
     def present(self) -> bool:
         """Whether there is anything to ask: a driver on this node, or a library that was configured."""
-        return bool(self._config.library) or any(os.path.exists(file) for file in _DRIVER_FILES)  # noqa: PTH110
+        return bool(self._config.library or self._present_files())
 
     @property
     def absent(self) -> dict[str, int]:
         """What is not asked: NVML's error by "index N" of a device, reasons.HUNG or CRASHED by UUID."""
-        return self._absent | {uuid: suspect.code for uuid, suspect in self._suspects.items()}
+        return self._absent | self._suspects.codes
 
     def tick(self, now: float, by_process: Collection[str] = ()) -> list[dict[str, Any]]:
         """The lines of devices and events that have come since the last call; then asks anew.
 
         `by_process`: UUIDs of GPUs of which it is wanted how busy each process keeps them.
         """
-        there = self.present
-        if there and self._config.library and not os.path.exists(self._config.library):  # noqa: PTH110
-            there = False
-            if self._worker is None:
-                self._say_down("library_not_found", f"there is no {self._config.library}")
-        if there and not self._there:  # it appeared just now
+        before, self._files = self._files, self._present_files()
+        if self._files - before:  # the driver or the library has appeared just now
             self._delay_s, self._next_begin = _FIRST_S, 0.0
-        self._there = there
         lines: list[dict[str, Any]] = []
         if self._worker is not None:
-            lines.extend(
-                self._lines(now, self._worker)
-            )  # before its end is seen: these may be its last words
+            # Before its end is seen: these may be its last words.
+            lines.extend(self._lines(now, self._worker))
             if how := self._worker.ended():
-                self._died(now, self._worker, how)
+                self._died(now, how)
             elif self._is_late(now):
                 self._hung(now, self._worker)
+            elif self._fails_for_long(now):
+                self._reinit_s = min(2 * self._reinit_s, _LONGEST_S)
+                self.status.restarts += 1
+                self._end(self._worker)
         self._ticked = now
         self._ending = [worker for worker in self._ending if not worker.ended()]
-        if self._worker is None and there and now >= self._next_begin:
+        if self._worker is None and self._can_begin() and now >= self._next_begin:
             self._begin(now)
         if self._worker is not None and self._at is None:
             self._ask(now, self._worker, by_process)
@@ -126,6 +113,18 @@ class Client:
         return lines
 
     # ---- the process --------------------------------------------------------------------------------
+
+    def _present_files(self) -> frozenset[str]:
+        """Those of the driver and the library that was configured."""
+        files = (*_DRIVER_FILES, self._config.library)
+        return frozenset(file for file in files if os.path.exists(file))  # noqa: PTH110
+
+    def _can_begin(self) -> bool:
+        library = self._config.library
+        if library and library not in self._files:
+            self._say_down("library_not_found", f"there is no {library}")
+            return False
+        return bool(self._files)
 
     def _begin(self, now: float) -> None:
         if len(self._ending) >= _MOST_ENDING:
@@ -156,7 +155,7 @@ class Client:
         self._over()
         self._ending.append(worker)
 
-    def _died(self, now: float, worker: Process, how: str) -> None:
+    def _died(self, now: float, how: str) -> None:
         if not self._failed_to_begin:
             about = self._suspect(now, reasons.CRASHED)
             self._down(now, "worker_died", f"the process that asks NVML ended {how}{about}")
@@ -169,12 +168,15 @@ class Client:
             self._at = now  # nobody has listened for so long: the worker may have been suspended too
         return now - self._at > self._config.deadline_s
 
+    def _fails_for_long(self, now: float) -> bool:
+        return self._failing_since is not None and now - self._failing_since > self._reinit_s
+
     def _hung(self, now: float, worker: Process) -> None:
         again = bool(self._order) and self._order[0] in self._suspects
         about = self._suspect(now, reasons.HUNG)
-        others = about and self.listed and self.listed - self._suspects.keys()
         reason = f"NVML has not answered{about} for {self._config.deadline_s:g} s"
-        if others:  # whose figures are to go on
+        if about and self.listed and any(uuid not in self._suspects for uuid in self.listed):
+            # The others' figures are to go on.
             self._say_down("hung", reason, quiet=again)
             self.status.restarts += 1
             self._next_begin = now
@@ -186,12 +188,8 @@ class Client:
         """Take down at which device it happened; the words for that."""
         if not self._order:
             return ""
-        uuid = self._order[0]
-        suspect = self._suspects.setdefault(uuid, _Suspect(self._config.deadline_s))
-        suspect.code = code
-        suspect.delay_s = min(2 * suspect.delay_s, max(_RARELY_S, self._config.deadline_s))
-        suspect.again = now + suspect.delay_s
-        return f" about {uuid}"
+        self._suspects.add(self._order[0], code, now)
+        return f" about {self._order[0]}"
 
     def _down(self, now: float, code: str, reason: str) -> None:
         """The worker is of no use: the next one is begun after a while."""
@@ -239,9 +237,9 @@ class Client:
             question["seen"] = self._seen_us
         if by_process:
             question["by_process"] = sorted(by_process)
-        self._skipped = frozenset(uuid for uuid, s in self._suspects.items() if s.again > self._at)
-        if self._suspects:
-            question["last"] = sorted(self._suspects.keys() - self._skipped)
+        self._skipped = self._suspects.paused(self._at)
+        if self._suspects.codes:
+            question["last"] = sorted(self._suspects.codes.keys() - self._skipped)
             question["skip"] = sorted(self._skipped)
         worker.ask(json.dumps(question).encode() + b"\n")
 
@@ -280,8 +278,7 @@ class Client:
         listed = [uuid for uuid in order if identifier(uuid)] if isinstance(order, list) else []
         self.listed = frozenset(listed[:_MOST_DEVICES])
         self._order = [uuid for uuid in listed[:_MOST_DEVICES] if uuid not in self._skipped]
-        for gone in self._suspects.keys() - self.listed:
-            del self._suspects[gone]
+        self._suspects.keep(self.listed)
         absent = list(mapping(nvml.get("absent")).items())[:_MOST_DEVICES]
         self._absent = {name: error_code(error) for name, error in absent if identifier(name)}
         self._failures = list(self._absent.values())
@@ -296,7 +293,7 @@ class Client:
         stamp = number(device.get("stamp"))
         if stamp and (uuid in self._seen_us or len(self._seen_us) < _MOST_DEVICES):
             self._seen_us[uuid] = stamp
-        self._suspects.pop(uuid, None)
+        self._suspects.clear(uuid)
         if "failed" in device:
             self._failures.append(error_code(device["failed"]))
         else:
@@ -321,16 +318,11 @@ class Client:
                 self._delay_s = _FIRST_S
             return
         # Every device fails. It may pass, so they are asked on; or it takes a new beginning.
-        codes = self._failures or [suspect.code for suspect in self._suspects.values()]
+        codes = self._failures or list(self._suspects.codes.values())
         code = max(set(codes), key=codes.count) if codes else reasons.UNKNOWN
         if self.status.code != reasons.word(code):
             _log.warning("no GPU figures: %s", reasons.sentence(code))
         self.status.up = False
         self.status.code, self.status.reason = reasons.word(code), reasons.sentence(code)
-        if not self._failures:
-            return
-        self._failing_since = now if self._failing_since is None else self._failing_since
-        if now - self._failing_since > self._reinit_s and self._worker is not None:
-            self._reinit_s = min(2 * self._reinit_s, _LONGEST_S)
-            self.status.restarts += 1
-            self._end(self._worker)
+        if self._failures and self._failing_since is None:
+            self._failing_since = now

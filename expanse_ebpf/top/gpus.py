@@ -250,9 +250,10 @@ def absent(snapshot: Values) -> str:
             return f"no GPU figures: {nvml_reason(nvml)}"
         return "no GPU: NVML lists none, or the jobs that were asked for hold none"
     sources = [s for s in snapshot["collector"]["sources"] if s["name"] == "gpu"]
-    if sources and not sources[0]["up"] and sources[0]["reason"]:
-        return f"no GPU figures: {text.clean(sources[0]['reason'])}"
-    return "no GPU figures: no NVIDIA driver on this node, or the source gpu is switched off"
+    if not sources:
+        return "no GPU figures: no NVIDIA driver on this node, or the source gpu is switched off"
+    up, reason = sources[0]["up"], text.clean(sources[0]["reason"] or "no reason given")
+    return f"no GPU figures: {'no NVIDIA driver on this node' if up else reason}"
 
 
 def nvml_reason(nvml: Values) -> str:

@@ -1,4 +1,4 @@
-"""The jobs of a real SLURM under systemd, and the GPUs that it gives them, against SLURM's and the kernel's word."""
+"""The jobs of a real SLURM under systemd and the GPUs it gives them, by SLURM's and the kernel's own word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stand_ins.nvml import StandIn, uuid
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 MEMORY = {"step": 21, "array-1": 23, "array-2": 24, "without": 22}  # MiB
 GPUS = {"step": 2, "array-1": 1, "array-2": 1, "without": 0}  # that each has asked for
-# Of each GPU by NVML's index. Slurm and the device cgroup have nothing but these.
+# Of each GPU by NVML's index. SLURM and the device cgroup know nothing but these.
 MINORS = (3, 4, 0, 2, 1)
 
 
@@ -29,9 +29,7 @@ class Seen:
         self.reports = [Report.FromString(p.read_bytes()) for p in sorted((folder / "reports").iterdir())]
         (self.settled,) = [report for report in self.reports if report.sequence == self.told["settled"]]
         self.jobs = {
-            sample.identity.id: sample
-            for sample in self.settled.jobs
-            if sample.identity.scheduler == "slurm"
+            sample.identity.id: sample for sample in self.settled.jobs if sample.identity.scheduler == "slurm"
         }
         self.top: dict[str, Any] = json.loads(self.told["top"]["out"])
         # SLURM's own word: number, number as shown, user, partition, name, state.
@@ -48,8 +46,10 @@ class Seen:
         return found
 
     def openable(self, work: str) -> set[str]:
-        """The GPUs of which the work says that the kernel lets it open them."""
-        return {uuid(MINORS.index(minor)) for minor in self.told["before"][work]["told"]["gpus"]}
+        """The GPUs that the kernel has let processes of the work's job open, which they have tried."""
+        opened = self.told["opened"]
+        minors = {*opened[work], *(opened["batch"] if work == "step" else ())}
+        return {uuid(MINORS.index(minor)) for minor in minors}
 
 
 @pytest.fixture(scope="module", params=["v2", pytest.param("v1", marks=pytest.mark.matrix)])
@@ -123,14 +123,16 @@ def test_a_job_holds_the_gpus_that_the_kernel_lets_it_open(seen: Seen, work: str
     source = "device_cgroup" if seen.cgroup == "v2" else "slurm"
     assert {(hold["uuid"], hold["source"]) for hold in gpu["holds"]} == {(one, source) for one in openable}
     assert gpu["conflicts"] == gpu["unknown"] == []
-    # CUDA's variable counts from 0 within what SLURM has given.
+    # Each work's own process has one GPU. CUDA's variable counts from 0 within what SLURM has given.
     variables = seen.told["before"][work]["told"]["variables"]
-    assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(GPUS[work])))
+    assert (len(seen.told["opened"][work]), variables["CUDA_VISIBLE_DEVICES"]) == (1, "0")
+    named = variables["SLURM_JOB_GPUS"].split(",")
+    assert {uuid(MINORS.index(int(minor))) for minor in named} == openable
 
 
 def test_a_unit_holds_the_gpu_that_systemd_lets_it_open(seen: Seen) -> None:
     openable = seen.openable("closed")
-    assert openable == {uuid(MINORS.index(seen.told["unit"]))}
+    assert openable == {uuid(MINORS.index(seen.told["free"]))}
     holds = seen.shown("unit/closed.service")["gpu"]["holds"]
     assert {(hold["uuid"], hold["source"]) for hold in holds} == {(one, "device_cgroup") for one in openable}
 
@@ -139,7 +141,7 @@ def test_each_gpu_has_one_holder_and_no_conflict(seen: Seen) -> None:
     expected = {
         one: [f"slurm/{number}"] for work, number in seen.told["ids"].items() for one in seen.openable(work)
     }
-    expected |= dict.fromkeys(seen.openable("closed"), ["unit/closed.service"])
+    expected |= {one: ["unit/closed.service"] for one in seen.openable("closed")}
     found = {gpu["uuid"]: [holder["key"] for holder in gpu["holders"]] for gpu in seen.top["gpus"]}
     assert found == expected
     assert len(found) == len(MINORS)

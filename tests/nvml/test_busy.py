@@ -91,7 +91,7 @@ def test_when_the_clock_is_set_back_samples_count_on_and_those_from_before_are_l
     assert device.take([(back + 100 * MS, 50)], back + 100 * MS) == (1, 50_000_000, 100_000_000)
 
 
-def test_a_clock_that_is_a_little_behind_NVMLs_was_not_set_back() -> None:
+def test_a_clock_that_is_a_little_behind_nvmls_was_not_set_back() -> None:
     assert busy.since(NOW + 500 * MS, NOW) == NOW + 500 * MS
 
 
@@ -124,7 +124,7 @@ def worker(asked: Asked) -> Asked:
 
 
 class Clock:
-    """Stamps of samples, in microseconds of the wall clock: each test's are later than those of the last one."""
+    """Stamps of samples in microseconds of the wall clock, in each test later than in the one before."""
 
     def __init__(self) -> None:
         self._now = time.time_ns() // 1000 - 60_000_000

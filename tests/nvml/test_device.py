@@ -193,7 +193,7 @@ def without(*names: str) -> GpuSample:
     return sample
 
 
-def test_every_figure_is_what_NVML_says_in_the_unit_of_the_model(worker: Asked) -> None:
+def test_every_figure_is_what_nvml_says_in_the_unit_of_the_model(worker: Asked) -> None:
     assert figures(worker.ask().gpu()) == SAMPLE
 
 
@@ -205,7 +205,7 @@ def test_no_figure_was_forgotten_in_these_tests() -> None:
 
 @pytest.mark.parametrize("code", [3, 4, 13, 999])
 @pytest.mark.parametrize("broken", ONE_AT_A_TIME.values(), ids=ONE_AT_A_TIME)
-def test_what_NVML_does_not_tell_is_missing_with_the_reason_and_nothing_else_is(
+def test_what_nvml_does_not_tell_is_missing_with_the_reason_and_nothing_else_is(
     worker: Asked, broken: Broken, code: int
 ) -> None:
     functions, fields, names = broken
@@ -321,7 +321,14 @@ def test_what_cannot_be_true_is_missing_with_that_reason(
 
 @pytest.mark.parametrize(
     ("typed", "value"),
-    [("double 612345.0", 612345), ("uint 5", 5), ("ulong 6", 6), ("sllong 7", 7), ("sint 8", 8), ("ushort 9", 9)],
+    [
+        ("double 612345.0", 612345),
+        ("uint 5", 5),
+        ("ulong 6", 6),
+        ("sllong 7", 7),
+        ("sint 8", 8),
+        ("ushort 9", 9),
+    ],
 )
 def test_a_field_may_be_of_any_type(worker: Asked, typed: str, value: int) -> None:
     worker.gpus.field(0, 186, typed)

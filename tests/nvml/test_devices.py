@@ -30,7 +30,8 @@ def test_a_gpu_is_lost_in_one_event_and_back_in_one(node: Node, code: int) -> No
     found = node.until(lambda found: found.gpu(1).state == "lost")
     assert told(found) == [(uuid(1), "lost")]
     assert dict(found.gpu(1).unavailable) == {"all": reasons.sentence(code)}
-    assert found.gpu(1).name and found.gpu(1).index == 1 and not found.gpu(1).HasField("power_mw")
+    assert (found.gpu(1).index, found.gpu(1).name) == (1, "NVIDIA H100 80GB HBM3")
+    assert not found.gpu(1).HasField("power_mw")
     for _ in range(4):
         found = node.tick()
         assert found.states == ["ok", "lost"]
@@ -58,7 +59,7 @@ def test_a_gpu_that_gives_no_handle_because_it_is_lost_is_lost(make_node: MakeNo
     assert node.client.absent == {}
 
 
-def test_a_gpu_that_NVML_counts_no_more_is_lost(make_node: MakeNode) -> None:
+def test_a_gpu_that_nvml_counts_no_more_is_lost(make_node: MakeNode) -> None:
     node = make_node(devices=2, command=EAGER)
     node.until_all_is_well()
     node.gpus.system(devices=1)

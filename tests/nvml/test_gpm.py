@@ -72,7 +72,7 @@ def test_the_first_round_only_begins(make_worker: MakeWorker) -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("code", [3, 999])
-def test_a_metric_that_NVML_does_not_give_is_missing_alone(worker: Asked, metric: int, code: int) -> None:
+def test_a_metric_that_nvml_does_not_give_is_missing_alone(worker: Asked, metric: int, code: int) -> None:
     worker.gpus.gpm(0, {metric: Fault(code)})
     sample = worker.ask().gpu()
     (name,) = sample.unavailable
@@ -135,9 +135,7 @@ def test_where_there_is_no_gpm_the_nearest_plain_figures_are_given_and_marked(
         2 * (sample.profile.pcie_sent_bytes - before.pcie_sent_bytes), rel=0.5
     )
     assert sample.profile.dram_ns == pytest.approx(0.4 * sample.profile.measured_ns, abs=50)
-    only_gpm = {
-        f"profile.{name}" for name in SHARES.values() if name not in ("graphics_ns", "dram_ns")
-    }
+    only_gpm = {f"profile.{name}" for name in SHARES.values() if name not in ("graphics_ns", "dram_ns")}
     assert set(sample.unavailable) == only_gpm
 
 

@@ -23,13 +23,15 @@ def pids(found: Round) -> dict[str, list[int]]:
 
 
 def test_an_instance_has_its_identity_its_gpu_and_its_memory(worker: Asked) -> None:
-    worker.gpus.mig(0, [{}, None, {"gpu_instance": 3, "gpu_slices": 2, "memory_used": GIB, "memory_free": 9 * GIB}])
+    name = "NVIDIA H100 80GB HBM3 MIG 2g.20gb"
+    second = {"gpu_instance": 3, "name": name, "memory_used": GIB, "memory_free": 9 * GIB}
+    worker.gpus.mig(0, [{}, None, second])
     found = worker.ask()
     assert instances(found) == [mig_uuid(0, 2), mig_uuid(0, 0)]  # by their numbers: 3 and 7
     instance = found.samples[mig_uuid(0, 2)]
     assert (instance.parent_uuid, instance.state) == (uuid(0), "ok")
-    assert (instance.gpu_instance, instance.compute_instance, instance.mig_profile) == (3, 0, "2g.10gb")
-    assert instance.name == "NVIDIA H100 80GB HBM3 MIG 2g.10gb"
+    assert (instance.gpu_instance, instance.compute_instance, instance.mig_profile) == (3, 0, "2g.20gb")
+    assert instance.name == name
     assert (instance.memory_used_bytes, instance.memory_free_bytes) == (GIB, 9 * GIB)
     assert instance.memory_total_bytes == 10_468_982_784
     assert instance.time_ns == found.gpu(0).time_ns
@@ -107,7 +109,7 @@ def test_an_instance_without_gpm_says_so_in_every_round(worker: Asked) -> None:
         assert instance.memory_total_bytes
 
 
-def test_memory_that_NVML_does_not_tell_leaves_the_instance(worker: Asked) -> None:
+def test_memory_that_nvml_does_not_tell_leaves_the_instance(worker: Asked) -> None:
     worker.gpus.mig(0, [{}, {}])
     worker.gpus.fail("nvmlDeviceGetMemoryInfo", 999, (0, 1))
     found = worker.ask()

@@ -67,7 +67,7 @@ def test_a_pid_that_cannot_be_one_is_rejected_and_counted(worker: Asked) -> None
     assert found.gpu().rejected_processes == 3
 
 
-def test_memory_that_NVML_does_not_know_or_that_cannot_be_is_missing(worker: Asked) -> None:
+def test_memory_that_nvml_does_not_know_or_that_cannot_be_is_missing(worker: Asked) -> None:
     worker.gpus.processes(0, [(4242, None), (4343, 1 << 62)])
     assert pairs(worker.ask()) == [(4242, None), (4343, None)]
 

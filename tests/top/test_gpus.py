@@ -257,8 +257,10 @@ def test_why_there_is_no_gpu_to_show() -> None:
 
     report = make_report(1)
     assert said(report) == "no GPU figures: no NVIDIA driver on this node, or the source gpu is switched off"
-    report.collector.sources.add(name="gpu", up=False, reason="no NVIDIA driver on this node")
+    source = report.collector.sources.add(name="gpu", up=True)
     assert said(report) == "no GPU figures: no NVIDIA driver on this node"
+    source.up, source.reason = False, "switched off"
+    assert said(report) == "no GPU figures: switched off"
     report.nvml.up, report.nvml.code, report.nvml.reason = (
         False,
         "driver_not_loaded",

@@ -1,13 +1,14 @@
-"""A real SLURM under systemd: a batch job with a step, an array job and one without GPUs; what the agent says.
+"""A real SLURM under systemd: a batch job with a step, an array job, one without a GPU; what the agent says.
 
-`cgroup_modes_slurm.py v1|v2` leaves in /out what cgroup_modes.py does, and SLURM's logs. NVML's stand-in and
-its script are in /payload/files/nvml. A unit of systemd's that may open one GPU is there too.
+`cgroup_modes_slurm.py v1|v2` leaves in /out what cgroup_modes.py does, and SLURM's logs. NVML's stand-in is
+brought in /payload/files/nvml. There is also a unit that systemd lets open one GPU.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -33,7 +34,7 @@ from cgroup_modes import (
 
 ETC = Path("/etc/slurm")
 ADDRESS = "192.0.2.10"
-GPUS = 5
+GPUS = 5  # one more than the jobs get
 CONFIGURATION = f"""\
 ClusterName=guest
 SlurmctldHost=guest({ADDRESS})
@@ -68,14 +69,14 @@ ConstrainRAMSpace=yes
 ConstrainCores=yes
 ConstrainDevices=yes
 """
-# One of them is free; device files need no driver to be allowed or refused.
+# Device files need no driver to be allowed or refused.
 RESOURCES = f"Name=gpu File=/dev/nvidia[0-{GPUS - 1}]\n"
 NVML = Path("/run/nvml")
 
 
 def make_gpus() -> None:
     """Device files, and a folder for NVML's stand-in that it can write to."""
-    for name, minor in (("ctl", 255), *((str(minor), minor) for minor in range(GPUS))):
+    for name, minor in {"ctl": 255, **{str(minor): minor for minor in range(GPUS)}}.items():
         os.mknod(f"/dev/nvidia{name}", stat.S_IFCHR, os.makedev(195, minor))
         Path(f"/dev/nvidia{name}").chmod(0o666)
     shutil.copytree("/payload/files/nvml", NVML)
@@ -128,14 +129,18 @@ def submit(*options: str, command: str) -> int:
     return int(done.stdout)
 
 
-def start_unit(jobs: Jobs, names: Iterable[str]) -> int:
-    """A unit that systemd lets open a GPU that none of these works can; its minor."""
-    taken = {minor for name in names for minor in json.loads((FOLDER / f"{name}.json").read_text())["gpus"]}
-    free = min({*range(GPUS)} - taken, default=0)
+def opened(names: Iterable[str]) -> dict[str, list[int]]:
+    """The minors of the GPUs that the kernel has let these works open, and the batch script."""
+    found = {name: json.loads((FOLDER / f"{name}.json").read_text())["gpus"] for name in names}
+    allowed = re.findall(r"nvidia(\d): No such device", (FOLDER / "batch").read_text())
+    return found | {"batch": list(map(int, allowed))}
+
+
+def start_unit(jobs: Jobs, free: int) -> None:
+    """A unit that systemd lets open the GPU of this minor alone."""
     policy = ("-p", "DevicePolicy=closed", "-p", f"DeviceAllow=/dev/nvidia{free} rw")
     unit = ["systemd-run", "-q", "--pipe", "--wait", "--unit=closed", *policy, "--"]
     jobs.start("closed", f"gpus={GPUS}", "closed.service", before=unit)
-    return free
 
 
 def main() -> None:
@@ -152,9 +157,11 @@ def main() -> None:
         os.mkfifo(FOLDER / name)
         (FOLDER / name).chmod(0o666)
     tried = f"gpus={GPUS}"
+    # The batch script may open both of the job's GPUs, the step one of them. The shell says why it could not.
+    by_shell = f"for gpu in /dev/nvidia[0-{GPUS - 1}]; do true <>$gpu; done 2>{FOLDER}/batch"
     batch = submit(
         "--job-name=train", "--gres=gpu:2",
-        command=f"srun --mem=0 {work} step cpu=0.8 memory=21 switches=200 {tried}",
+        command=f"{by_shell}; srun --mem=0 --gres=gpu:1 {work} step cpu=0.8 memory=21 switches=200 {tried}",
     )  # fmt: skip
     array = submit(
         "--job-name=sweep", "--array=1-2", "--gres=gpu:1",
@@ -175,7 +182,10 @@ def main() -> None:
     ids = {"step": str(batch), "array-1": raw[f"{array}_1"], "array-2": raw[f"{array}_2"]}
     ids["without"] = str(without)
     seen["ids"] = ids
-    seen["unit"] = start_unit(jobs, names)
+    taken = opened(names)
+    seen["free"] = min({*range(GPUS)}.difference(*taken.values()), default=0)
+    start_unit(jobs, seen["free"])
+    seen["opened"] = taken | opened(["closed"])
     for name, number in ids.items():
         jobs.own[name] = f"job_{number}"
     time.sleep(SETTLED_S)

@@ -59,7 +59,7 @@ def read_and_write(path: Path, mebibytes: int) -> None:
 
 
 def openable(count: int) -> list[int]:
-    """Which of the first /dev/nvidiaN the kernel lets it open: no driver is there to do it."""
+    """Which of the first so many /dev/nvidiaN the kernel lets it open; there is no driver that would."""
     found = []
     for minor in range(count):
         try:
@@ -75,7 +75,7 @@ def openable(count: int) -> list[int]:
 def main(name: str, parts: list[str]) -> None:
     """Do all parts and wait at the end."""
     kept: list[object] = []
-    more: dict[str, object] = {}
+    found: dict[str, object] = {}
     stretches: list[dict[str, float]] = []
     children: list[int] = []
     before = 0.0
@@ -102,8 +102,8 @@ def main(name: str, parts: list[str]) -> None:
         elif what == "spinners":
             spin_on_one_cpu(int(amount))
         elif what == "gpus":
-            more["gpus"] = openable(int(amount))
-            more["variables"] = {key: value for key, value in os.environ.items() if re.search("GPU|CUDA", key)}
+            found["gpus"] = openable(int(amount))
+            found["variables"] = {key: text for key, text in os.environ.items() if re.search("GPU|CUDA", key)}
         elif what == "disk":
             read_and_write(Path(f"/scratch/{name}"), int(amount))
         elif what == "forever":
@@ -120,7 +120,8 @@ def main(name: str, parts: list[str]) -> None:
             )
             stretches.append({"cpu_s": used - before})
             before = used
-            told = {"pid": os.getpid(), "children": children, "earlier": earlier, "stretches": stretches} | more
+            told = {"pid": os.getpid(), "children": children, "earlier": earlier, "stretches": stretches}
+            told |= found
             (FOLDER / f"{name}.new").write_text(json.dumps(told))
             (FOLDER / f"{name}.new").rename(FOLDER / f"{name}.json")
             with open(FOLDER / name) as pipe:

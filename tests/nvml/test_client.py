@@ -1,0 +1,491 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from expanse_ebpf.config import GpuConfig
+from expanse_ebpf.nvml import client, reasons
+from expanse_ebpf.nvml.client import Client
+from tests.nvml.conftest import SERVE, MakeNode, Node, program
+from tests.stand_ins.nvml import StandIn, uuid
+
+LONGEST_TICK_S = 0.1  # generous: a tick waits for nothing
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def begun(node: Node, span_s: float) -> list[float]:
+    """When workers are begun in that time, each of which ends by itself; a clock of our own goes by."""
+    first = now = time.monotonic()
+    found = []
+    while now - first < span_s:
+        before = len(node.workers)
+        node.tick_at(now)
+        if len(node.workers) > before:
+            found.append(now - first)
+            node.wait_until_it_has_ended()
+        now += 0.25
+    return found
+
+
+# ---- a library that fails or is not there
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        (9, "driver_not_loaded"),
+        (18, "driver_library_mismatch"),
+        (999, "unknown_error"),
+        (77, "nvml_error_77"),
+    ],
+)
+def test_why_nvml_does_not_begin_is_said_once_and_tried_again_more_and_more_rarely(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture, code: int, word: str
+) -> None:
+    node = make_node()
+    node.gpus.fail("nvmlInit", code)
+    times = begun(node, 260)
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 3
+    assert 60 <= max(gaps) < 62  # the cap
+    assert len(times) <= 10
+    status = node.client.status
+    assert (status.up, status.code, status.reason) == (False, word, reasons.sentence(code))
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_driver_that_is_upgraded_later_is_noticed(make_node: MakeNode) -> None:
+    node = make_node()
+    node.gpus.fail("nvmlInit", 18)
+    node.until(lambda found: found.status.code == "driver_library_mismatch")
+    node.gpus.heal()
+    found = node.until_all_is_well()
+    assert (found.status.code, found.status.reason) == ("", "")
+    assert found.status.driver_version == "535.261.03"
+
+
+def test_a_library_that_appears_later_is_begun_with_at_once(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(installed=False)
+    for second in range(200):  # whatever the pauses would have grown to
+        found = node.tick_at(second)
+    assert found.status.code == "library_not_found"
+    assert found.status.reason == f"there is no {node.gpus.library}"
+    assert node.workers == []
+    assert len(warnings(caplog)) == 1
+    node.gpus.install()
+    node.tick()
+    assert len(node.workers) == 1
+    until = time.monotonic() + 10
+    while "nvmlEventSetWait_v2" not in node.gpus.calls():  # the last call of a round
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert node.tick().states == ["ok"]
+
+
+def test_a_driver_that_appears_ends_the_pause(
+    make_node: MakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_DRIVER_FILES", (str(tmp_path / "version"),))
+    node = make_node()
+    node.gpus.fail("nvmlInit", 9)
+    assert len(begun(node, 100)) < 10
+    node.gpus.heal()
+    (tmp_path / "version").touch()
+    before = len(node.workers)
+    node.tick()
+    assert len(node.workers) == before + 1
+    node.until_all_is_well()
+
+
+def test_where_there_is_no_driver_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_DRIVER_FILES", (str(tmp_path / "version"),))
+    one = Client(GpuConfig(), 1.0)
+    assert not one.present
+    for second in range(100):
+        assert one.tick(second) == []
+    assert one._worker is None
+    one.stop()
+
+
+def test_a_library_that_is_none_is_not_found(make_node: MakeNode) -> None:
+    node = make_node(installed=False)
+    node.gpus.library.write_text("this is no library")
+    found = node.until(lambda found: found.status.code not in ("", "starting"))
+    assert found.status.code == "library_not_found"
+
+
+def test_a_program_that_cannot_be_begun_is_a_reason(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    node = make_node()
+    found = node.tick()
+    assert found.status.code == "worker_failed"
+    assert "No such file" in found.status.reason
+
+
+# ---- all devices fail
+
+
+def test_when_every_device_fails_for_long_a_new_worker_tries(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "_REINIT_S", 0.4)
+    node = make_node(devices=2)
+    node.until_all_is_well()
+    node.gpus.fail("*", 999, 0)
+    node.gpus.fail("*", 999, 1)
+    found = node.until(lambda found: found.status.restarts == 1)
+    assert found.states == ["silent", "silent"]
+    assert (found.status.up, found.status.code) == (False, "unknown_error")
+    node.until(lambda found: found.status.restarts == 2)  # after twice the time
+    assert len(warnings(caplog)) == 1
+    node.gpus.heal()
+    node.until_all_is_well()
+    assert len(node.workers) <= 3
+
+
+def test_one_device_that_fails_is_silent_and_the_others_go_on(make_node: MakeNode) -> None:
+    node = make_node(devices=2)
+    node.until_all_is_well()
+    node.gpus.fail("*", 999, 0)
+    node.until(lambda found: found.gpu(0).state == "silent")
+    for _ in range(3):
+        found = node.tick()
+        assert found.states == ["silent", "ok"]
+        assert found.status.up
+    assert found.gpu(0).unavailable["all"] == reasons.sentence(999)
+
+
+# ---- a call that hangs
+
+
+def test_the_others_figures_go_on_while_a_call_for_one_device_hangs(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(devices=3, deadline_s=0.4)
+    node.until_all_is_well()
+    node.gpus.hang("nvmlDeviceGetTemperature", 1)
+    found = node.until(lambda found: found.gpu(1).state == "silent")
+    assert found.gpu(0).state == "ok"  # which was asked before it, in the same tick
+    found = node.until(lambda found: found.status.code == "hung")
+    assert found.status.reason == f"NVML has not answered about {uuid(1)} for 0.4 s"
+    found = node.until(lambda found: found.states == ["ok", "silent", "ok"])
+    assert found.gpu(1).unavailable["all"] == reasons.sentence(reasons.HUNG)
+    assert found.gpu(1).name
+    assert node.client.absent == {uuid(1): reasons.HUNG}
+    assert found.status.up
+    states = [node.tick().states for _ in range(20)]
+    # It is tried now and then, which costs the others' figures of one deadline.
+    assert states.count(["ok", "silent", "ok"]) >= 5
+    assert all(state[1] == "silent" for state in states)
+    assert 2 <= len(node.workers) <= 4
+    assert node.longest_s < LONGEST_TICK_S
+    assert len(warnings(caplog)) == 1
+    node.gpus.release()
+    node.until_all_is_well()
+    assert node.client.absent == {}
+
+
+def test_a_device_that_hangs_again_is_asked_more_and_more_rarely(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=0.2)
+    node.until_all_is_well()
+    node.gpus.hang("nvmlDeviceGetTemperature", 0)
+    hung = []
+    until = time.monotonic() + 5
+    while time.monotonic() < until and len(hung) < 4:
+        before = node.client.status.restarts
+        if node.tick().status.restarts > before:
+            hung.append(time.monotonic())
+    pauses = [later - earlier for earlier, later in zip(hung, hung[1:], strict=False)]
+    assert len(pauses) == 3
+    assert pauses[0] < pauses[1] < pauses[2]
+
+
+def test_a_device_that_hung_is_asked_after_the_others(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=0.3)
+    node.until_all_is_well()
+    node.gpus.hang("nvmlDeviceGetTemperature", 0)
+    node.until(lambda found: bool(node.client.absent))
+    node.until(lambda found: found.states == ["silent", "ok"])
+    node.gpus.release()
+    found = node.until(lambda found: found.states == ["ok", "ok"])
+    assert [line["device"]["uuid"] for line in found.lines] == [uuid(1), uuid(0)]
+
+
+def test_when_every_device_hangs_it_is_said_that_nvml_does(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=0.2)
+    node.until_all_is_well()
+    node.gpus.hang("nvmlDeviceGetTemperature")
+    found = node.until(lambda found: len(node.client.absent) == 2)
+    for _ in range(3):
+        found = node.tick()
+        assert found.states == ["silent", "silent"]
+        assert (found.status.up, found.status.code) == (False, "hung")
+    node.gpus.release()
+    node.until_all_is_well()
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+def test_a_beginning_that_hangs_is_ended_and_tried_again_after_a_pause(
+    make_node: MakeNode, function: str
+) -> None:
+    node = make_node(deadline_s=0.3)
+    node.gpus.hang(function)
+    found = node.until(lambda found: found.status.code == "hung")
+    assert found.status.reason == "NVML has not answered for 0.3 s"
+    assert not node.client._worker
+    assert node.client._next_begin > time.monotonic() + 0.5
+    assert node.longest_s < LONGEST_TICK_S
+    node.gpus.release()
+    node.until_all_is_well()
+    assert len(node.workers) == 2
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetTemperature"])
+def test_stop_takes_less_than_a_second_while_a_call_hangs(make_node: MakeNode, function: str) -> None:
+    node = make_node()
+    node.gpus.hang(function)
+    node.tick()
+    until = time.monotonic() + 10
+    while not any(name.startswith(function) for name in node.gpus.calls()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    pid = node.worker
+    began = time.monotonic()
+    node.client.stop()
+    assert time.monotonic() - began < 1
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_stop_ends_a_worker_that_answers_at_once(make_node: MakeNode) -> None:
+    node = make_node()
+    node.until_all_is_well()
+    pid = node.worker
+    began = time.monotonic()
+    node.client.stop()
+    assert time.monotonic() - began < 0.3
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_agent_that_was_suspended_does_not_take_its_worker_for_hung(make_node: MakeNode) -> None:
+    node = make_node(deadline_s=1.0)
+    node.until_all_is_well()
+    pid = node.worker
+    os.kill(pid, signal.SIGSTOP)
+    node.tick()
+    node.tick_at(time.monotonic() + 60)
+    os.kill(pid, signal.SIGCONT)
+    assert node.worker == pid
+    assert node.client.status.restarts == 0
+
+
+def test_workers_that_hang_in_the_kernel_are_not_joined_by_more(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing that a test can do keeps SIGKILL from a process, so it is not sent.
+    node = make_node(deadline_s=0.2)
+    monkeypatch.setattr(client, "_FIRST_S", 0.01)
+    monkeypatch.setattr(client.Process, "kill", lambda _: None)
+    node.gpus.hang("nvmlInit")
+    found = node.until(lambda found: "cannot be ended" in found.status.reason)
+    assert [str(pid) in found.status.reason for pid in node.workers] == [True, True]
+    for _ in range(10):
+        node.tick()
+    assert len(node.workers) == 2
+    node.gpus.release()  # they end, as the questions have
+    node.until_all_is_well()
+    monkeypatch.undo()
+
+
+# ---- a worker that dies
+
+
+def test_a_worker_that_crashes_each_time_is_begun_more_and_more_rarely(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node()
+    node.gpus.crash("nvmlInit")
+    times = begun(node, 100)
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert gaps == sorted(gaps)
+    assert len(times) <= 7
+    assert node.client.status.code == "worker_died"
+    assert node.client.status.reason == "the process that asks NVML ended with signal 11"
+    assert node.client.status.restarts == len(times)
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_device_at_which_the_worker_crashes_leaves_the_others_their_figures(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=2.0)
+    node.until_all_is_well()
+    node.gpus.crash("nvmlDeviceGetTemperature", 0)
+    found = node.until(lambda found: found.status.code == "worker_died")
+    assert found.status.reason.endswith(f"with signal 11 about {uuid(0)}")
+    found = node.until(lambda found: found.states == ["silent", "ok"])
+    assert found.gpu(0).unavailable["all"] == reasons.sentence(reasons.CRASHED)
+    node.gpus.heal()
+    node.until_all_is_well()
+    assert len(node.workers) <= 3
+
+
+def test_no_sample_counts_twice_when_the_worker_is_killed(make_node: MakeNode) -> None:
+    node = make_node(interval_s=0.2)
+    node.gpus.auto(0, utilization=50)
+    first = node.until(lambda found: found.states == ["ok"] and found.gpu().measured_ns > 0).gpu()
+    for _ in range(2):
+        os.kill(node.worker, signal.SIGKILL)
+        node.wait_until_it_has_ended()
+        last = node.until(lambda found: found.states == ["ok"] and found.status.up).gpu()
+    last = node.tick().gpu()
+    grown = last.measured_ns - first.measured_ns
+    # All samples of the time, each once: one is made every 100 ms. A pause is no gap, as NVML kept them.
+    assert abs(grown - (last.time_ns - first.time_ns)) <= 200_000_000
+    assert last.busy_ns * 2 == last.measured_ns
+    assert node.client.status.restarts == 2
+
+
+def test_what_a_worker_answered_before_it_died_is_reported(make_node: MakeNode) -> None:
+    node = make_node()
+    node.until_all_is_well()
+    calls = node.gpus.calls()["nvmlEventSetWait_v2"]
+    node.client.tick(time.monotonic() - 1)  # asks
+    until = time.monotonic() + 10
+    while node.gpus.calls()["nvmlEventSetWait_v2"] == calls:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    os.kill(node.worker, signal.SIGKILL)
+    node.wait_until_it_has_ended()
+    assert node.tick().states == ["ok"]
+
+
+AGENT = """
+import json, sys, time
+from expanse_ebpf.config import GpuConfig
+from expanse_ebpf.nvml.client import Client
+client = Client(GpuConfig(library=sys.argv[1]), 0.1)
+while True:
+    try:
+        client.tick(time.monotonic())
+        print(json.dumps([client._worker.pid, client.status.up]), flush=True)
+        time.sleep(0.1)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def says(agent: subprocess.Popen[str]) -> tuple[int, bool]:
+    assert agent.stdout is not None
+    pid, up = json.loads(agent.stdout.readline())
+    return pid, up
+
+
+def wait_until_gone(pid: int) -> None:
+    until = time.monotonic() + 10
+    while True:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return  # nobody waits for it
+        except FileNotFoundError:
+            return
+        assert time.monotonic() < until, f"process {pid} is still there"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_worker_ends_with_an_agent_that_is_killed(tmp_path: Path, hangs: bool) -> None:
+    gpus = StandIn(tmp_path / "nvml", devices=1)
+    if hangs:
+        gpus.hang("nvmlDeviceGetTemperature")
+    command = [sys.executable, "-c", AGENT, gpus.library]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        pid, up = says(agent)
+        while not (gpus.calls().get("nvmlDeviceGetTemperature") if hangs else up):
+            _, up = says(agent)
+        agent.kill()
+    wait_until_gone(pid)
+
+
+def test_an_interrupt_from_the_terminal_is_for_the_agent_alone(tmp_path: Path) -> None:
+    gpus = StandIn(tmp_path / "nvml", devices=1)
+    command = [sys.executable, "-c", AGENT, gpus.library]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as agent:
+        pid, up = says(agent)
+        while not up:
+            _, up = says(agent)
+        os.killpg(agent.pid, signal.SIGINT)
+        for _ in range(5):
+            assert says(agent) == (pid, True)
+        agent.kill()
+    wait_until_gone(pid)
+
+
+# ---- answers that are none
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print('nothing of JSON')",
+        "print('[' * 100000)",
+        "print('9' * 100000)",
+        "print('[1]'); print('null'); print('true'); print('{}'); print('\"text\"')",
+        "print('{\"nvml\": []}'); print('{\"device\": 1}'); print('{\"event\": null}'); print('{\"end\": {}}')",
+        'print(\'{"nvml": {"order": [[], {}, null, 7], "absent": [1]}}\')',
+        'print(\'{"nvml": {"code": "12"}}\')',
+        'print(\'{"nvml": {"order": ["GPU-1"]}}\'); print(\'{"device": {"uuid": "GPU-1"}}\')',
+        'print(\'{"nvml": {"order": ["\\\\ud800"]}}\'); print(\'{"device": {"uuid": "\\\\ud800"}}\')',
+        "sys.stdout.write('x' * (20 << 20))",
+        "sys.stdout.buffer.write(bytes(range(256)) * 1000)",
+        '[print(\'{"nvml": {"order": ["GPU-%d"]}}\' % i) for i in range(20000)]',
+        'print(\'{"end": 1e308, "cpu_ns": NaN}\'); print(\'{"end": -5, "cpu_ns": -1, "pss_bytes": 1e400}\')',
+    ],
+)
+def test_a_worker_that_talks_nonsense_is_no_harm(make_node: MakeNode, text: str) -> None:
+    node = make_node(deadline_s=0.3, command=program(f"{text}\nsys.stdout.flush()\nsys.stdin.read()"))
+    found = node.until(
+        lambda found: found.status.restarts > 0 or found.status.code not in ("starting", "hung")
+    )
+    assert not found.status.up or found.status.restarts
+    for sample in found.samples.values():
+        sample.SerializeToString()
+
+
+def test_what_the_library_prints_does_not_stand_in_the_answers(make_node: MakeNode) -> None:
+    noisy = f"""
+import os, pynvml
+counts = pynvml.nvmlDeviceGetTemperature
+def noisy(*arguments):
+    os.write(1, b"a word without an end")
+    return counts(*arguments)
+pynvml.nvmlDeviceGetTemperature = noisy
+{SERVE}"""
+    node = make_node(command=program(noisy))
+    node.until_all_is_well()
+    for _ in range(3):
+        assert node.tick().states == ["ok"]
+
+
+def test_more_answers_than_a_pipe_holds_arrive_and_nothing_is_taken_for_hung(make_node: MakeNode) -> None:
+    node = make_node(devices=3, deadline_s=2.0)
+    for number in range(3):
+        node.gpus.processes(number, [(pid, 1 << 30) for pid in range(1, 12_001)])
+    seen = set()
+    while len(seen) < 3:
+        found = node.tick()
+        seen |= {name for name, sample in found.samples.items() if len(sample.processes) == 1024}
+    assert node.client.status.restarts == 0
