@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "export": {"wire"},
     "ship": {"wire"},
     "top": {"export", "wire", "ship"},
-    "node_socket": {"jobs", "wire"},
+    "visibility": {"wire"},
+    "node_socket": {"jobs", "visibility", "wire"},
     "own_cost": {"kernel", "sources", "wire"},
     "agent": {"sources", "kernel", "jobs", "export", "ship", "node_socket", "own_cost", "wire"},
 }

@@ -24,12 +24,10 @@ from hypothesis import strategies as st
 from expanse_ebpf import node_socket
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.export import pprof
-from expanse_ebpf.node_socket import GPU_FIELDS, HIDDEN_CONFLICT, NodeSocket, frame, visible
+from expanse_ebpf.node_socket import NodeSocket, frame
 from expanse_ebpf.top import client
+from expanse_ebpf.visibility import visible
 from expanse_ebpf.wire.collector_pb2 import (
-    GpuHolder,
-    GpuProcess,
-    GpuSample,
     NodeReply,
     NodeRequest,
     ProcessesRequest,
@@ -38,7 +36,6 @@ from expanse_ebpf.wire.collector_pb2 import (
     WatchProfileRequest,
     WatchRequest,
 )
-from tests.top.gpu_reports import gpu_report
 from tests.top.serving import ServedNode, make_report
 
 ROOT = Path(__file__).parents[1]
@@ -205,79 +202,6 @@ def test_root_and_the_agents_own_user_see_everything(path: str) -> None:
         assert seen["jobs"] == [["4411", "4412", "4413"]] * 2
         assert (seen["overflow"], seen["asked"]) == (12345, 5)
         assert len(next(client.watch(path, history=1)).jobs) == 3
-
-
-def test_visible_hides_what_sources_say_of_others() -> None:
-    report = make_report(1)
-    report.collector.sources[0].unavailable["job 4412"] = "its cgroup cannot be read"
-    seen = visible(report, 1001)
-    assert [j.identity.id for j in seen.jobs] == ["4412"]
-    assert not seen.collector.sources[0].unavailable
-    assert [s.reason for s in seen.collector.sources] == ["", "switched off"]
-    assert report.collector.sources[0].unavailable  # the original is as it was
-
-
-def test_a_user_sees_every_gpu_and_of_who_uses_it_only_their_own_jobs() -> None:
-    report = gpu_report(1)
-    report.gpus[2].processes.add(pid=4200, kind="compute", job="slurm/4411", resolved=True)
-    own_words = "its process 4100 uses GPU-0, which it does not hold"
-    cut = "SLURM_JOB_GPUS names GPU-0, which kubernetes/te…"
-    not_reported = "SLURM_JOB_GPUS names GPU-0, which slurm/77 holds"  # past agent.max_jobs
-    report.gpus[3].holders.add(scheduler="slurm", id="77", run=77, source="slurm")
-    report.jobs[1].gpu.conflicts.extend([own_words, cut, not_reported])
-    seen = visible(report, 1001)  # who has job 4412
-    assert [gpu.uuid for gpu in seen.gpus] == [gpu.uuid for gpu in report.gpus]
-    for gpu, whole in zip(seen.gpus, report.gpus, strict=True):
-        for field in ("processes", "holders", "conflicts"):
-            assert len(getattr(gpu, field)) == len(getattr(whole, field))
-            gpu.ClearField(field)
-        figures = GpuSample.FromString(whole.SerializeToString())
-        for field in ("processes", "holders", "conflicts"):
-            figures.ClearField(field)
-        assert gpu == figures
-    seen, whole_gpus = visible(report, 1001), report.gpus
-    assert list(seen.gpus[0].holders) == [GpuHolder()]
-    assert list(seen.gpus[0].processes) == [GpuProcess()]
-    assert list(seen.gpus[2].holders) == [whole_gpus[2].holders[0], GpuHolder()]
-    assert list(seen.gpus[2].processes) == [whole_gpus[2].processes[0], GpuProcess(), GpuProcess()]
-    assert list(seen.gpu_events[0].holders) == list(seen.gpus[2].holders)
-    assert (seen.gpu_events[0].uuid, seen.gpu_events[0].xid) == (whole_gpus[2].uuid, 79)
-    assert seen.nvml == report.nvml
-    # Its own contradictions stay, unless they name somebody else.
-    hidden = HIDDEN_CONFLICT
-    assert list(seen.jobs[0].gpu.conflicts) == [hidden, own_words, hidden, hidden]
-    for secret in (b"4411", b"4413", b"notebook", b"resnet50"):
-        assert secret not in seen.SerializeToString()
-        assert secret in report.SerializeToString()  # which is as it was
-
-
-def test_jobs_of_the_same_name_do_not_show_each_others_processes() -> None:
-    report = gpu_report(1)
-    for job in report.jobs[:2]:
-        job.identity.scheduler, job.identity.id = "run", "train"
-    for gpu in report.gpus[:2]:
-        gpu.processes[0].job = "run/train"
-        gpu.holders[0].scheduler, gpu.holders[0].id = "run", "train"
-    for uid, holders in ((1000, 2), (1001, 0)):
-        seen = visible(report, uid)
-        assert [list(gpu.processes) for gpu in seen.gpus[:2]] == [[GpuProcess()]] * 2
-        assert sum(gpu.holders[0].run == 1000 for gpu in seen.gpus[:2]) == holders
-
-
-def test_what_is_added_to_gpus_later_stays_with_root_unless_it_is_a_number() -> None:
-    texts = {
-        field.name
-        for field in GpuSample.DESCRIPTOR.fields
-        if field.message_type is not None or field.type in (field.TYPE_STRING, field.TYPE_BYTES)
-    }
-    assert texts - GPU_FIELDS == {"processes", "holders", "conflicts"}
-    assert texts >= GPU_FIELDS
-
-
-def test_a_user_without_jobs_of_their_own_sees_a_report_without_gpus_as_it_is() -> None:
-    seen = visible(make_report(1), 65534)
-    assert not seen.HasField("nvml")
-    assert (len(seen.gpus), len(seen.gpu_events)) == (0, 0)
 
 
 def test_a_report_is_filtered_once_per_user(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.guests.conftest import Node
+from tests.stand_ins.nvml import StandIn, uuid
 
 Make = Callable[..., Node]
 
@@ -47,6 +48,7 @@ REFUSED = {
     "set a sysctl": "EROFS",
     "see a file in /root": "ENOENT",
     "open a packet socket": "EAFNOSUPPORT",
+    "open the GPUs' control device": "ENXIO",  # it may, and there is no driver
 }
 ROUND = [
     pytest.param("6.12", "amd64", id="6.12"),
@@ -67,12 +69,19 @@ def documented_exposure(unit: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kernel", "arch"), ROUND)
-def test_a_service_that_is_ready_when_it_says_so_and_stays(guest: Make, kernel: str, arch: str) -> None:
+def test_a_service_that_is_ready_when_it_says_so_and_stays(
+    guest: Make, kernel: str, arch: str, tmp_path: Path
+) -> None:
     node = guest(kernel=kernel, arch=arch, init="systemd", limit_s=850)
-    result = node.run(["python3", f"{INSIDE}/unit.py"], UNITS).check()
+    gpus = (
+        [StandIn(tmp_path / "nvml", devices=2).folder] if arch == "amd64" else []
+    )  # it is built for this machine
+    result = node.run(["python3", f"{INSIDE}/unit.py"], [*UNITS, *gpus]).check()
     seen: dict[str, Any] = json.loads((result.files / "seen.json").read_text())
     check_start(seen)
     check_sandbox(seen)
+    if gpus:
+        check_gpus(seen)
     check_what_happens_to_a_service(seen)
     check_nothing_is_missing_in_the_sandbox(seen)
     check_the_controller(seen)
@@ -97,12 +106,24 @@ def check_sandbox(seen: dict[str, Any]) -> None:
     assert seen["oom score"] == "500"
     refused = {attempt: error for attempt, error in seen["probe"].items() if error != "ok"}
     assert [attempt for attempt in seen["probe"] if attempt not in refused] == list(ALLOWED)
-    assert len(refused) == 23
+    assert len(refused) == 25
     refused.pop("open the kernel's log")  # by which of two ways depends on the kernel
     assert refused == {attempt: REFUSED.get(attempt, "EPERM") for attempt in refused}
     assert seen["probe with that device"] == "ok"
     for unit in UNITS:
         assert seen[f"exposure of {unit.name}"] == documented_exposure(unit.name), unit.name
+
+
+def check_gpus(seen: dict[str, Any]) -> None:
+    uuids = sorted(uuid(number) for number in range(2))
+    assert seen["gpus"] == {
+        "found": [uuids, uuids],
+        "states": ["ok"],
+        "restarts": 1,
+        "another process": True,
+        "it has its memory told": True,
+        "nice": "5",
+    }
 
 
 def check_what_happens_to_a_service(seen: dict[str, Any]) -> None:
@@ -121,7 +142,7 @@ def check_what_happens_to_a_service(seen: dict[str, Any]) -> None:
 def check_nothing_is_missing_in_the_sandbox(seen: dict[str, Any]) -> None:
     confined, free = seen["sources"]
     assert confined == free
-    assert {name for name, (up, _, _) in free.items() if up} >= {"cpu", "cgroup", "host", "network"}
+    assert {name for name, (up, _, _) in free.items() if up} >= {"cpu", "cgroup", "host", "network", "gpu"}
     confined, free = seen["fields of a job"]
     assert confined == free
     assert {"counters", "memory_bytes", "network"} <= set(free)

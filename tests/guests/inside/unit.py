@@ -43,6 +43,7 @@ from expanse_ebpf.top import client
 from expanse_ebpf.wire.collector_pb2 import Report
 
 DELAYS = Path("/proc/sys/kernel/task_delayacct")
+LIBRARY = BROUGHT / "nvml/libnvidia-ml.so.1"  # a stand-in, on the machines for which there is one
 CGROUP = Path("/sys/fs/cgroup/system.slice") / AGENT
 TERMINAL = next(path for path in ("/dev/ttyS0", "/dev/ttyAMA0") if Path(path).exists())
 JOBS = ("unit/apart.service", "run/kept")
@@ -117,6 +118,7 @@ def sandbox() -> None:
     seen["process"] = {name: own[name] for name in ("CapBnd", "CapEff", "CapPrm", "NoNewPrivs", "Seccomp")}
     seen["oom score"] = Path(f"/proc/{main_pid()}/oom_score_adj").read_text().strip()
     Path("/root/secret").touch()
+    os.mknod("/dev/nvidiactl", 0o20666, os.makedev(195, 255))  # without a driver behind it
     seen["probe"] = probe("probe", "")
     # Where the driver is loaded, this is what its name gives.
     seen["probe with that device"] = probe("probe", "nvidia")["open a terminal"]
@@ -149,6 +151,28 @@ def probe(name: str, driver: str) -> dict[str, str]:
     run("systemctl", "daemon-reload")
     run("systemctl", "start", f"{name}.service")
     return dict(json.loads(Path("/run/probe.json").read_text()))
+
+
+def gpus() -> None:
+    """What the stand-in for NVML has told the agent, and what became of the process that asks it."""
+    report = until("figures of GPUs", lambda: (r := newest()) and r.nvml.up and r)
+    worker = asking()
+    os.kill(worker, signal.SIGKILL)
+    again = until("another process", lambda: (r := newest()) and r.nvml.restarts and r.nvml.up and r)
+    seen["gpus"] = {
+        "found": [sorted(gpu.uuid for gpu in r.gpus) for r in (report, again)],
+        "states": sorted({gpu.state for gpu in again.gpus}),
+        "restarts": again.nvml.restarts,
+        "another process": asking() not in (0, worker),
+        "it has its memory told": again.nvml.pss_bytes > 1 << 20,
+        "nice": Path(f"/proc/{asking()}/stat").read_text().rpartition(")")[2].split()[16],
+    }
+
+
+def asking() -> int:
+    """The process in the unit that asks NVML."""
+    pids = (CGROUP / "cgroup.procs").read_text().split()
+    return next((int(p) for p in pids if b"nvml.worker" in Path(f"/proc/{p}/cmdline").read_bytes()), 0)
 
 
 def reload() -> None:
@@ -281,11 +305,17 @@ def controller() -> None:
 def main() -> None:
     install()
     CONFIG.parent.mkdir()
-    CONFIG.write_text("[sources]\nnetwork = true\ndelays = true\n")
+    settings = "[sources]\nnetwork = true\ndelays = true\n"
+    if LIBRARY.exists():
+        settings += f"[gpu]\nlibrary = '{LIBRARY}'\n"
+    CONFIG.write_text(settings)
     if DELAYS.exists():
         DELAYS.write_text("1")
     try:
-        for part in (start, sandbox, reload, kill, stick, stop, unconfined, misconfigure, controller):
+        parts = [start, sandbox, reload, kill, stick, stop, unconfined, misconfigure, controller]
+        if LIBRARY.exists():
+            parts.insert(2, gpus)
+        for part in parts:
             step(part.__name__)
             part()
     finally:

@@ -80,6 +80,8 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
     "open the disk": device("/dev/vda", os.O_RDONLY),
     "open the kernel's log": device("/dev/kmsg", os.O_RDONLY),
     "open a terminal": device(sys.argv[1], os.O_RDWR),
+    "open the GPUs' control device": device("/dev/nvidiactl", os.O_RDWR),
+    "make a device file": lambda: os.mknod("/dev/nvidia0", 0o20666, os.makedev(195, 0)),
     "mount": lambda: call("mount", b"none", b"/tmp", b"tmpfs", 0, None),
     "leave the mount namespace": lambda: call("unshare", NEWNS),
     "leave the network namespace": lambda: call("unshare", NEWNET),
