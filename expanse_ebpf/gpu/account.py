@@ -1,21 +1,21 @@
 """What a job's GPUs did while it held them, added up: pure arithmetic on samples.
 
-A GPU that a job holds alone does all it does for that job. Of one that several hold, only what NVML tells by
-process is the job's own: use and memory, not power. NVML tells no use of a MIG instance; its profile does.
+A GPU that is a job's alone does all it does for that job. Of any other, only what NVML tells by process is
+the job's own: use and memory, not power. NVML tells no use of a MIG instance; its profile does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuSample, JobGpu
 
-_BY_PROCESS = "NVML does not tell by process how busy it keeps a GPU that it shares"
+_BY_PROCESS = "NVML does not tell by process how busy it keeps a GPU that is not its alone"
 _INSTANCE_USE = "NVML tells no use of a MIG instance without the profiler (gpu.profiler)"
 _NO_USE = "NVML has not told yet how busy it is"
 _SHARED_INSTANCE = "several MIG instances lie in one GPU instance, of which alone there is a profile"
-_NOT_WHOLE = "it shares a GPU or holds a part of one, and power is measured of whole GPUs"
+_NOT_WHOLE = "a GPU, or a part of one, is not its alone, and power is measured of whole GPUs"
 _NO_GPM = "needs the profiler (gpu.profiler) and a GPU that has GPM"
 
 
@@ -64,15 +64,16 @@ class Account:
         self,
         holds: Sequence[GpuHold],
         samples: Mapping[str, GpuSample],
+        alone: Collection[str],
         own_ns: Mapping[str, int | None],
         result: JobGpu,
         missing: dict[str, str],
     ) -> None:
         """Add what the job's GPUs have done since the last tick, and write all of it into `result`.
 
-        `samples` by UUID, those of GPUs that have answered in this tick. `own_ns`: for GPUs that several
-        jobs hold, how long this job's own processes kept them busy since then; None: NVML does not tell. Why
-        a figure is missing goes into `missing`.
+        `samples` by UUID, those of GPUs that have answered in this tick. `alone`: UUIDs of those that work
+        for this job only. `own_ns`: how long its own processes kept the others busy since then, None where
+        NVML does not tell. Why a figure is missing goes into `missing`.
         """
         before, self._before = self._before, {}
         # With all of its instances a job has the GPU itself, whose figures are theirs too.
@@ -90,7 +91,7 @@ class Account:
                     self._before[hold.uuid] = before[hold.uuid]
                 continue
             now = self._before[hold.uuid] = Totals.of(sample)
-            shared = hold.sharers > 1 or instances.get((sample.parent_uuid, sample.gpu_instance), 1) > 1
+            shared = hold.uuid not in alone or instances.get((sample.parent_uuid, sample.gpu_instance), 1) > 1
             self._why_missing(hold, sample, now, own_ns, shared, missing)
             then = before.get(hold.uuid)
             if then is not None:
@@ -98,16 +99,15 @@ class Account:
         for name, total in self._sums.items():
             if name not in missing:
                 setattr(result, name, total)
-        alone = [samples.get(hold.uuid) for hold in holds if hold.sharers == 1]
-        whole = [sample for sample in alone if sample is None or not sample.parent_uuid]
-        if len(whole) < len(holds):
+        answered = [samples[hold.uuid] for hold in holds if hold.uuid in samples]
+        if any(sample.parent_uuid or sample.uuid not in alone for sample in answered):
             missing["energy_mj"] = missing["power_mw"] = _NOT_WHOLE
-        else:
+        elif holds:
             result.energy_mj = self._energy_mj
-            known = [s.power_mw for s in whole if s is not None and s.HasField("power_mw")]
+            known = [sample.power_mw for sample in answered if sample.HasField("power_mw")]
             if len(known) == len(holds):
                 result.power_mw = sum(known)
-        sizes = [samples[hold.uuid].memory_total_bytes for hold in holds if hold.uuid in samples]
+        sizes = [sample.memory_total_bytes for sample in answered]
         if sizes and len(sizes) == len(holds) and all(sizes):
             result.memory_total_bytes = sum(sizes)
 

@@ -18,7 +18,7 @@ from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuHolder
 
 # By trust, the most trusted first; the words of GpuHold.source.
 SOURCES = ("device_cgroup", "pod_resources", "slurm", "processes", "environment", "open_files")
-_GIVEN = SOURCES[:3]
+GIVEN = SOURCES[:3]
 
 _MAX_SENTENCES = 20  # of one job or device
 _MAX_SENTENCE = 200  # characters
@@ -109,7 +109,7 @@ class _Job:
     @property
     def given(self) -> bool:
         """Whether somebody gave it what it holds."""
-        return self.source in _GIVEN
+        return self.source in GIVEN
 
     def _here(self, uuids: Iterable[str]) -> set[str]:
         """Those of `uuids` that the node has, and of a GPU and an instance of it the instance."""

@@ -7,17 +7,17 @@ expanse_ebpf/gpu; docs/gpu.md has the rules.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from expanse_ebpf.gpu.account import Account
 from expanse_ebpf.gpu.claims import ClaimReader, Gathered, who
-from expanse_ebpf.gpu.ownership import JobHolds, Ownership, resolve
+from expanse_ebpf.gpu.ownership import GIVEN, JobHolds, Ownership, resolve
 from expanse_ebpf.gpu.pod_resources import PodResources
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.client import Client
 from expanse_ebpf.nvml.devices import Devices
-from expanse_ebpf.wire.collector_pb2 import GpuSample
+from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuSample
 
 if TYPE_CHECKING:
     from expanse_ebpf.jobs.job import Job
@@ -47,7 +47,7 @@ class GpuSource:
         self._profiler = profiler
         self._devices = Devices()
         self._accounts: dict[Job, Account] = {}
-        self._shared: frozenset[str] = frozenset()  # GPUs that several jobs hold
+        self._shared: frozenset[str] = frozenset()  # GPUs that are not one job's alone
 
     def start(self) -> None:
         """Nothing yet: the worker is begun in the first tick in which there is a driver."""
@@ -74,9 +74,6 @@ class GpuSource:
             if event.uuid in ownership.devices:
                 event.holders.extend(ownership.devices[event.uuid].holders)
         self._fill_jobs(jobs, samples, gathered, ownership)
-        self._shared = frozenset(
-            s.uuid for s in samples if len(s.holders) > 1 and not s.parent_uuid and not s.mig_enabled
-        )
         report.gpus.extend(samples)
         report.gpu_events.extend(events)
         self._devices.end_tick()
@@ -91,6 +88,7 @@ class GpuSource:
         answered = {sample.uuid: sample for sample in samples if sample.state == "ok"}
         memory = _memory_by_job(samples)
         own_ns = self._use_by_job(answered, gathered)
+        shared: set[str] = set()
         for job, sample in jobs:
             holds = ownership.jobs[who(job)]
             account = self._accounts.get(job)
@@ -98,11 +96,17 @@ class GpuSource:
                 if not (holds.holds or holds.conflicts or holds.unknown or job.key in memory):
                     continue
                 account = self._accounts[job] = Account()
-            self._fill_job(sample, holds, account, answered, own_ns.get(job.key, {}))
+            alone = {h.uuid for h in holds.holds if _alone(h, answered.get(h.uuid), job.key)}
+            shared.update(h.uuid for h in holds.holds if h.uuid not in alone and h.uuid in answered)
+            self._fill_job(sample, holds, account, answered, alone, own_ns.get(job.key, {}))
             if job.key in memory:
                 sample.gpu.memory_bytes = memory[job.key]
             elif holds.holds and all(_all_resolved(answered.get(hold.uuid)) for hold in holds.holds):
                 sample.gpu.memory_bytes = 0  # NVML lists all processes on what it holds: none is the job's
+        # NVML tells the use by process of whole GPUs only.
+        self._shared = frozenset(
+            uuid for uuid in shared if not answered[uuid].parent_uuid and not answered[uuid].mig_enabled
+        )
         for gone in self._accounts.keys() - {job for job, _ in jobs}:
             del self._accounts[gone]
 
@@ -112,13 +116,14 @@ class GpuSource:
         holds: JobHolds,
         account: Account,
         answered: Mapping[str, GpuSample],
+        alone: Collection[str],
         own_ns: Mapping[str, int | None],
     ) -> None:
         sample.gpu.holds.extend(holds.holds)
         sample.gpu.conflicts.extend(holds.conflicts)
         sample.gpu.unknown.extend(holds.unknown)
         missing: dict[str, str] = {}
-        account.tick(holds.holds, answered, own_ns, sample.gpu, missing)
+        account.tick(holds.holds, answered, alone, own_ns, sample.gpu, missing)
         for name, reason in missing.items():
             if self._profiler or name not in _PROFILED:
                 sample.unavailable[f"gpu.{name}"] = reason
@@ -148,6 +153,19 @@ class GpuSource:
         """End the worker, and ask the kubelet no more."""
         self._client.stop()
         self._claims.close()
+
+
+def _alone(hold: GpuHold, sample: GpuSample | None, key: str) -> bool:
+    """Whether all that the GPU does is done for the job `key`, which holds it.
+
+    What was given to one job is that job's, unless another one's process is on it. Where nobody gave it to
+    anybody, it is so only while every process on it is the job's: a variable gives nothing.
+    """
+    if sample is None or hold.sharers > 1:
+        return False
+    if hold.source in GIVEN:
+        return all(process.job in ("", key) for process in sample.processes)
+    return hold.source == "processes" and all(process.job == key for process in sample.processes)
 
 
 def _all_resolved(sample: GpuSample | None) -> bool:

@@ -37,6 +37,10 @@ def hold(uuid: str = "GPU-a", sharers: int = 1) -> GpuHold:
     return GpuHold(uuid=uuid, source="slurm", sharers=sharers)
 
 
+def alone(holds: list[GpuHold]) -> set[str]:
+    return {hold.uuid for hold in holds if hold.sharers == 1}
+
+
 def tick(
     account: Account,
     holds: list[GpuHold],
@@ -44,7 +48,7 @@ def tick(
     own: Mapping[str, int | None] | None = None,
 ) -> tuple[JobGpu, dict[str, str]]:
     result, missing = JobGpu(), dict[str, str]()
-    account.tick(holds, {sample.uuid: sample for sample in samples}, own or {}, result, missing)
+    account.tick(holds, {sample.uuid: sample for sample in samples}, alone(holds), own or {}, result, missing)
     return result, missing
 
 
@@ -95,7 +99,7 @@ def test_of_a_shared_gpu_only_what_its_own_processes_did_is_the_jobs() -> None:
     assert (result.busy_ns, result.measured_ns) == (SECOND // 10, SECOND)
     for name in ("power_mw", "energy_mj"):
         assert not result.HasField(name)
-        assert "shares" in missing[name]
+        assert "not its alone" in missing[name]
 
 
 def test_when_nvml_does_not_tell_by_process_the_use_of_a_shared_gpu_is_not_known() -> None:
@@ -118,7 +122,7 @@ def test_the_use_of_a_mig_instance_is_that_of_its_profile() -> None:
     result, missing = tick(account, [hold("MIG-1")], instance("MIG-1", 5))
     assert (result.busy_ns, result.measured_ns) == (SECOND, 4 * SECOND)
     assert (result.sm_active_ns, result.profiled_ns) == (4 * SECOND // 5, 4 * SECOND)
-    assert "part of one" in missing["power_mw"]
+    assert "a part of one" in missing["power_mw"]
 
 
 def test_without_a_profile_the_use_of_a_mig_instance_is_not_known() -> None:

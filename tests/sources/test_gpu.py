@@ -180,7 +180,41 @@ def test_two_jobs_on_one_gpu_each_have_the_use_of_their_own_processes(machine: M
     assert [hold.sharers for gpu in gpus for hold in gpu.holds] == [2, 2]
     for job in (first, second):
         assert not sample(report, job).gpu.HasField("power_mw")
-        assert "shares a GPU" in sample(report, job).unavailable["gpu.power_mw"]
+        assert "not its alone" in sample(report, job).unavailable["gpu.power_mw"]
+
+
+def test_a_variable_alone_makes_nobody_elses_work_the_jobs(machine: Make) -> None:
+    """The GPU is 80 % busy, for a process that is of no job."""
+    node = machine()
+    now = time.time_ns() // 1000 - 5_000_000
+    job = node.job("run/idle", 4000, gpus=uuid(0))
+    node.proc.process(4000)
+    node.gpus.processes(0, [(9000, GIB)])
+    node.gpus.samples(0, [(now, 80)])
+    node.gpus.process_samples(0, [(now, 9000, 1, 0)])
+    report = node.until(lambda r: sample(r, job).gpu.HasField("busy_ns"))
+    with node.gpus.batch():
+        node.gpus.samples(0, [(now, 80), (now + 10**6, 80)])
+        node.gpus.process_samples(0, [(now + 10**6, 9000, 80, 5)])
+    report = node.until(lambda r: of(r, 0).busy_ns)
+    assert [holder.id for holder in of(report, 0).holders] == ["idle"]
+    assert of(report, 0).unresolved_processes == 1
+    gpu = sample(report, job).gpu
+    assert (gpu.busy_ns, gpu.measured_ns) == (0, 10**9)
+    assert not gpu.HasField("power_mw")
+    assert not gpu.HasField("memory_bytes")  # the process that nobody knows may be the job's
+
+
+def test_a_gpu_on_which_only_the_jobs_processes_are_works_for_it_alone(machine: Make) -> None:
+    node = machine()
+    node.proc.process(4000, "/dev/nvidia0")
+    job = node.job("run/a", 4000)
+    node.gpus.processes(0, [(4000, GIB)])
+    report = node.until(lambda r: sample(r, job).gpu.HasField("power_mw"))
+    assert sample(report, job).gpu.power_mw == 70_000
+    node.gpus.processes(0, [(4000, GIB), (9000, GIB)])
+    report = node.until(lambda r: of(r, 0).unresolved_processes)
+    assert not sample(report, job).gpu.HasField("power_mw")
 
 
 def test_every_gpu_is_reported_whether_pods_hold_one_or_none(machine: Make, kubelet: Kubelet) -> None:
@@ -247,7 +281,7 @@ def test_a_pod_without_a_gpu_that_uses_one_is_a_conflict(machine: Make, kubelet:
 
 def test_a_job_on_a_gpu_that_falls_silent_says_so(machine: Make) -> None:
     node = machine()
-    job = node.job("run/a", gpus=uuid(1))
+    job = node.job("slurm/5", gpus="1", variable="SLURM_JOB_GPUS")
     node.until(lambda r: sample(r, job).gpu.HasField("power_mw"))
     node.gpus.fail("*", 999, 1)
     report = node.until(lambda r: of(r, 1).state == "silent")

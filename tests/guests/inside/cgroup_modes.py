@@ -20,7 +20,7 @@ from typing import Any
 from truth import LIMIT_S, switches, until
 
 from expanse_ebpf.top.feed import LocalFeed
-from expanse_ebpf.wire.collector_pb2 import Report
+from expanse_ebpf.wire.collector_pb2 import JobSample, Report
 
 MODE = sys.argv[1]
 EXPANSE = "/opt/expanse-ebpf/bin/expanse-ebpf"
@@ -368,6 +368,10 @@ class Reports:
     def job_keys(self) -> set[str]:
         """The jobs of the newest."""
         return {f"{job.identity.scheduler}/{job.identity.id}" for job in self.all[-1].jobs}
+
+    def slurm(self) -> list[JobSample]:
+        """SLURM's jobs in the newest."""
+        return [job for job in self.all[-1].jobs if job.identity.scheduler == "slurm"]
 
 
 def start_agent(*variables: str) -> None:

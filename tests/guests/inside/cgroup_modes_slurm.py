@@ -189,13 +189,15 @@ def main() -> None:
     for name, number in ids.items():
         jobs.own[name] = f"job_{number}"
     time.sleep(SETTLED_S)
+    # A job may be older than its limit, and limits are read every 20 s.
+    until("the limits", lambda: all(job.memory_limit_bytes for job in reports.slurm()))
     seen["before"] = {name: jobs.truth(name) for name in (*names, "closed")}
     seen["settled"] = reports.next().sequence
     seen["after"] = {name: jobs.truth(name) for name in names}
     seen["top"] = said(EXPANSE, "top", "--once", "--json")
     for name in (*names, "closed"):
         jobs.go_on(name)
-    until("the jobs' end", lambda: not any(key.startswith("slurm/") for key in reports.job_keys()))
+    until("the jobs' end", lambda: not reports.slurm())
     reports.close()
     (OUT / "seen.json").write_text(json.dumps(seen))
     subprocess.run(["systemctl", "stop", "expanse-agent", "slurmd-here", "slurmctld-here"], check=True)
