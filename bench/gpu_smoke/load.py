@@ -130,7 +130,7 @@ def work(cuda: Cuda, kind: str) -> Callable[[float], None]:
     result = cuda.memory(4)
 
     def spin(seconds: float) -> None:
-        span = ctypes.c_uint64(int(seconds * 1e6))
+        span = ctypes.c_uint64(int(seconds * 1e9))
         arguments = (ctypes.c_void_p * 2)(ctypes.addressof(span), ctypes.addressof(result))
         grid = (cuda.multiprocessors * BLOCKS_PER_SM, 1, 1)
         cuda("cuLaunchKernel", function, *grid, THREADS, 1, 1, 0, None, arguments, None)
