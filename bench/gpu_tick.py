@@ -33,7 +33,8 @@ from expanse_ebpf.config import load
 from expanse_ebpf.jobs.job import Job
 from expanse_ebpf.top import client
 from expanse_ebpf.wire.collector_pb2 import JobIdentity, Report
-from tests.stand_ins.nvml import WORKING, StandIn, uuid
+from tests.stand_ins.h100 import WORKING
+from tests.stand_ins.nvml import StandIn, uuid
 
 ME = (sys.executable, "-m", "expanse_ebpf")
 MODES = ("off", "on", "profiler")
@@ -268,6 +269,26 @@ def stat_ms(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") * 1e3
 
 
+REAL = """
+import ctypes, sys
+def pss():
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+before = pss()
+code = ctypes.CDLL(sys.argv[1]).nvmlInit_v2()
+print((pss() - before) / 1024, code)
+"""
+
+
+def real(library: Path) -> str:
+    """What NVIDIA's own library takes."""
+    command = [sys.executable, "-c", REAL, str(library)]
+    took, code = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return (
+        f"{library.name} adds {float(took):.1f} MiB of PSS as it begins (NVML error {code}), the stand-in 0.1"
+    )
+
+
 # ---- what is printed
 
 
@@ -329,6 +350,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ticks", type=int, default=10, help="seconds that each agent is measured for")
+    parser.add_argument("--real", type=Path, metavar="LIBRARY", help="NVIDIA's own NVML, for its memory")
     parser.add_argument("--quick", action="store_true", help="to see that it runs; the figures mean nothing")
     options = parser.parse_args()
     if os.geteuid() != 0:
@@ -354,6 +376,8 @@ def main() -> None:
     )
     print(f"median of {len(rounds)} (lowest to highest), {ticks} ticks each\n")
     table(rounds)
+    if options.real:
+        print(f"\n{real(options.real)}")
     show_alone(found, options.gpus)
 
 

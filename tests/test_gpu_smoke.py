@@ -13,7 +13,8 @@ import pytest
 
 from bench.gpu_smoke import __main__ as smoke
 from bench.gpu_smoke import load
-from tests.stand_ins.nvml import WORKING, StandIn
+from tests.stand_ins.h100 import WORKING
+from tests.stand_ins.nvml import StandIn
 
 ROOT = Path(__file__).resolve().parents[1]
 # libcuda.so.1 without a GPU: takes only what the real one would, and "tensor" not even that.
@@ -58,8 +59,8 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process that finds that library."""
     folder = tmp_path_factory.mktemp("cuda")
     (folder / "cuda.c").write_text(CUDA)
-    build = ["gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "cuda.c"]
-    subprocess.run(build, check=True)
+    build = ["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "cuda.c"]
+    subprocess.run(build, cwd=folder, check=True)
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
 
 

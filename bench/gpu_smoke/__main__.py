@@ -36,8 +36,10 @@ WATCHES = {
     "memset": (6, "memset", 1.0),
 }
 NO_DRIVER = (9, 12)  # NVML's errors: the driver is not loaded, there is no library
-SMI = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total", "power.draw", "temperature.gpu")
-SMI += ("clocks.sm", "clocks.mem", "pcie.link.gen.current", "persistence_mode", "mig.mode.current")
+SMI = (
+    *("index", "uuid", "utilization.gpu", "memory.used", "memory.total", "power.draw", "temperature.gpu"),
+    *("clocks.sm", "clocks.mem", "pcie.link.gen.current", "persistence_mode", "mig.mode.current"),
+)
 
 
 def ask(command: list[str], deadline_s: float) -> tuple[str, str]:
@@ -71,17 +73,9 @@ class Smoke:
         self._library = library
         self._quick = quick
 
-    def step(self, name: str, *arguments: str, deadline_s: float = 20.0) -> dict[str, Any]:
+    def step(self, name: str, deadline_s: float = 20.0) -> dict[str, Any]:
         """Run a step of bench.gpu_smoke.steps; what it says, as far as it came."""
-        command = [
-            sys.executable,
-            "-m",
-            "bench.gpu_smoke.steps",
-            name,
-            *arguments,
-            "--library",
-            self._library,
-        ]
+        command = [sys.executable, "-m", "bench.gpu_smoke.steps", name, "--library", self._library]
         print(f"{name} …", file=sys.stderr)
         output, why = ask(command, deadline_s)
         said: dict[str, Any] = {}
@@ -104,7 +98,11 @@ class Smoke:
         command = [sys.executable, "-EsP", "-m", "expanse_ebpf.nvml.worker", "--once", "--profiler"]
         command += ["--library", self._library] if self._library else []
         output, why = ask(command, 20.0)
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"round"')]
+        lines = [
+            json.loads(line)
+            for line in output.splitlines()
+            if line.startswith('{"round"') and line[-1] == "}"
+        ]
         nvml = next((line["nvml"] for line in lines if "nvml" in line), None)
         if nvml is None:
             self.failed["worker"] = why
@@ -210,11 +208,13 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     smoke = Smoke(options.out, options.library, options.quick)
     code = smoke.begin()
-    if code == 0:
-        smoke.measure()
-    smoke.found |= {"failed": smoke.failed, "skipped": smoke.skipped, "nvml error": code}
+    try:
+        if code == 0:
+            smoke.measure()
+    finally:  # whatever happens, what was found on a machine that is lent for minutes is kept
+        smoke.found |= {"failed": smoke.failed, "skipped": smoke.skipped, "nvml error": code}
+        (options.out / "smoke.json").write_text(json.dumps(smoke.found, indent=1))
     said = text.no_driver(smoke.found) if code else text.text(smoke.found)
-    (options.out / "smoke.json").write_text(json.dumps(smoke.found, indent=1))
     (options.out / "smoke.txt").write_text(said)
     print(said)
     sys.exit(1 if smoke.failed or code not in (0, *NO_DRIVER) else 0)

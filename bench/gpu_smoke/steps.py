@@ -58,7 +58,7 @@ def timed(function: Callable[[], Any]) -> dict[str, Any]:
         return {"error": f"{error.value}: {error}"}
     except AttributeError as error:  # bindings older than the driver
         return {"error": str(error)}
-    spent = []
+    spent: list[float] = []
     until = time.monotonic() + CALLS_S
     while len(spent) < CALLS and time.monotonic() < until:
         began = time.perf_counter_ns()

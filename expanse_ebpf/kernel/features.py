@@ -26,8 +26,8 @@ CAPABILITIES = {
     "CAP_SYS_PTRACE": (19, "read other users' processes in /proc"),
     "CAP_DAC_OVERRIDE": (1, "read other users' environments, remove the cgroups of killed runs"),
     "CAP_CHOWN": (0, "give users the cgroups of their runs"),
-    "CAP_SYS_ADMIN": (21, "time its own programs, look into jobs' networks"),
-    "CAP_NET_ADMIN": (12, "ask for task delays"),
+    "CAP_SYS_ADMIN": (21, "time its own programs, look into jobs' networks and device cgroups"),
+    "CAP_NET_ADMIN": (12, "ask for task delays, look into device cgroups"),
 }
 REQUIRED = ("CAP_BPF", "CAP_PERFMON")
 _CAP_SYS_ADMIN = 21  # stands for CAP_BPF and CAP_PERFMON

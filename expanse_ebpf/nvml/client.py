@@ -33,7 +33,7 @@ _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two beginnings of a worker that fail
 _REINIT_S = 5.0  # how long all devices must fail for a worker to be begun anew
 _MOST_ENDING = 2  # workers that were killed and hang in the kernel
 _END_S = 0.3  # how long a worker's end is waited for, and then again after SIGKILL
-_MARGIN_S = 0.02
+_MARGIN_S, _CALMER = 0.02, 0.98  # by which a question goes ahead of the next tick; by how much that shrinks
 _MOST_DEVICES = 64
 _LONGEST_ROUND_NS = 1 << 40
 _STARTING = ("starting", "NVML has not answered yet")
@@ -60,6 +60,7 @@ class Client:
         self._failures: list[int] = []  # NVML's errors for whole devices
         self._answered = False  # whether any device has
         self._took_s = 0.1
+        self._margin_s = _MARGIN_S
         # What outlives a worker
         self._seen_us: dict[str, int] = {}  # stamps of the newest samples
         self._suspects = Suspects(config.deadline_s)
@@ -108,7 +109,10 @@ class Client:
         if self._worker is None and self._can_begin() and now >= self._next_begin:
             self._begin(now)
         if self._worker is not None and self._at is None:
+            self._margin_s = max(_MARGIN_S, self._margin_s * _CALMER)
             self._ask(now, self._worker, by_process)
+        elif self._worker is not None:  # late, as on a node whose CPUs are busy
+            self._margin_s = min(2 * self._margin_s, self._interval_s / 2)
         self.status.cpu_ns = self._ended_cpu_ns + self._own_cpu_ns
         return lines
 
@@ -229,7 +233,7 @@ class Client:
         import json  # not on a node without GPUs
 
         self._round += 1
-        lead = min(1.5 * self._took_s + _MARGIN_S, self._interval_s / 2)
+        lead = min(1.5 * self._took_s + self._margin_s, self._interval_s / 2)
         first = self._began == now
         self._at = now if first else now + self._interval_s - lead
         question: dict[str, Any] = {"round": self._round, "at": self._at}

@@ -13,7 +13,6 @@ from expanse_ebpf.nvml.busy import Busy, Taken, since
 from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings, value_of
 
 _ROOM = 256  # NVML keeps a hundred or so
-_MOST = 1 << 16
 _NOTHING = Taken(0, 0, 0)
 _NO_SHARE = -1  # in the place of a value that is no number
 
@@ -49,12 +48,22 @@ class SampleBuffer:
             return self._unsupported
         now_us = time.time_ns() // 1000
         self._busy.seen_us = since(self._busy.seen_us, now_us)
-        count = ctypes.c_uint()
+        count = ctypes.c_uint(len(self._room))
         value_type = ctypes.c_uint()
-        code = self._ask(value_type, count)
-        if code == reasons.INSUFFICIENT_SIZE and len(self._room) < count.value <= _MOST:
-            self._room = (pynvml.c_nvmlSample_t * count.value)()
-            code = self._ask(value_type, count)
+        # Not pynvml's function, which asks twice: how many, and which.
+        try:
+            function = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetSamples")
+        except pynvml.NVMLError as error:
+            self._unsupported = int(error.value)
+            return self._unsupported
+        code: int = function(
+            self._handle,
+            ctypes.c_uint(self._kind),
+            ctypes.c_ulonglong(self._busy.seen_us),
+            ctypes.byref(value_type),
+            ctypes.byref(count),
+            self._room,
+        )
         if code in (reasons.NOT_FOUND, reasons.NO_DATA):  # nothing new
             return 0
         if code:
@@ -72,23 +81,6 @@ class SampleBuffer:
         )
         self._kept = Taken(*(a + b for a, b in zip(self._kept, taken, strict=True)))
         return 0
-
-    def _ask(self, value_type: ctypes.c_uint, count: ctypes.c_uint) -> int:
-        # Not pynvml's function, which asks twice: how many, and which.
-        try:
-            function = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetSamples")
-        except pynvml.NVMLError as error:
-            return int(error.value)
-        count.value = len(self._room)
-        code: int = function(
-            self._handle,
-            ctypes.c_uint(self._kind),
-            ctypes.c_ulonglong(self._busy.seen_us),
-            ctypes.byref(value_type),
-            ctypes.byref(count),
-            self._room,
-        )
-        return code
 
     def ask_again(self) -> None:
         """What was not supported may be now, as when MIG was turned off."""

@@ -265,6 +265,7 @@ def test_a_name_that_was_told_once_is_known_while_nvml_is_silent() -> None:
     assert not sample.HasField("power_mw")
 
 
+@pytest.mark.slow
 def test_ten_thousand_rounds_leave_nothing_behind() -> None:
     devices = Devices()
 

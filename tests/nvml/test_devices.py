@@ -33,7 +33,7 @@ def test_a_gpu_is_lost_in_one_event_and_back_in_one(node: Node, code: int) -> No
     assert (found.gpu(1).index, found.gpu(1).name) == (1, "NVIDIA H100 80GB HBM3")
     assert not found.gpu(1).HasField("power_mw")
     for _ in range(4):
-        found = node.tick()
+        found = node.until(lambda found: found.gpu(0).state == "ok")
         assert found.states == ["ok", "lost"]
         assert found.gpu(0).power_mw == 70_000
         assert found.status.up
@@ -74,8 +74,9 @@ def test_a_gpu_that_gives_no_handle_for_another_reason_is_silent_with_it(make_no
     node = make_node(devices=2, command=EAGER)
     node.until_all_is_well()
     node.gpus.fail("nvmlDeviceGetHandleByIndex", 17, 0)
-    found = node.until(lambda found: found.gpu(0).state == "silent")
-    found = node.tick()
+    found = node.until(lambda found: node.client.absent == {"index 0": 17})
+    found = node.until(lambda found: found.gpu(1).state == "ok")
+    assert found.gpu(0).state == "silent"
     assert dict(found.gpu(0).unavailable) == {"all": reasons.sentence(17)}
     assert found.gpu(1).state == "ok"
     assert told(found) == []
