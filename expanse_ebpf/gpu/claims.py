@@ -17,6 +17,7 @@ from expanse_ebpf.gpu.ownership import Claims, Who
 from expanse_ebpf.gpu.pod_resources import Claim, PodResources
 from expanse_ebpf.gpu.processes import PID_MAX, credit
 from expanse_ebpf.jobs.job import Job
+from expanse_ebpf.jobs.slurm import GPU_SHARE
 from expanse_ebpf.wire.collector_pb2 import GpuSample
 
 _CAPS_S = 30.0  # how often the list of MIG's capability devices is read
@@ -85,6 +86,7 @@ class ClaimReader:
             if job.identity.scheduler == "kubernetes":
                 said.pod_resources = self._of_pod(job, pods, devices)
             said.slurm, said.environment = devices.of(job.identity)
+            said.shared = job.identity.scheduler == "slurm" and GPU_SHARE in job.identity.labels
             said.processes = uses.get(job.key, {})
             said.open_files = self._opened(job, devices)
             claims[who(job)] = said

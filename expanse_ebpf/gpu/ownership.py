@@ -47,6 +47,7 @@ class Claims:
     environment: Named = NO_LIST  # CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES
     processes: Mapping[str, int] = field(default_factory=dict)  # device to a process that NVML lists there
     open_files: frozenset[str] = frozenset()
+    shared: bool = False  # what SLURM gave it are shares of GPUs
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class _Job:
         }
         self.source = next((source for source in SOURCES if self.says[source] is not None), "")
         self.held = set(self.says.get(self.source) or ())
-        self.shares = {uuid for uuid, share in pods or () if share}
+        self.shares = set(self.held) if claims.shared else {uuid for uuid, share in pods or () if share}
         if self.source not in ("device_cgroup", "pod_resources"):
             self.unknown.update({f"{n} (SLURM counts MIG instances too)": None for n in claims.slurm.unclear})
 

@@ -26,6 +26,8 @@ VARIABLES = (
     "SLURM_NODEID",
     "SLURM_JOB_GPUS",
     "SLURM_STEP_GPUS",
+    "SLURM_SHARDS_ON_NODE",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
 )
@@ -36,6 +38,8 @@ _TITLE = re.compile(
     rb"(?:[^\0 ]*/)?slurmstepd: \[([1-9][0-9]{0,9})(?:\+[0-9]{1,9})?(?:\.([0-9A-Za-z_+]{1,64}))?\][\0 ]*"
 )
 _NUMBER = re.compile(r"[0-9]{1,10}")
+# Label of a job that was given parts of GPUs (--gres=shard or mps), which others may have parts of too.
+GPU_SHARE = "gpu_share"
 _GPU_RANGE = re.compile(r"([0-9]{1,4})-([0-9]{1,4})")
 # In the place of a list: none, all, or a directory in which Kubernetes' device plugin may put the list.
 _NO_GPU = re.compile(r"-[0-9]+|none|void|all|nodevfiles|/(?!dev/nvidia).*", re.IGNORECASE)
@@ -147,4 +151,8 @@ def fill(identity: JobIdentity, environment: dict[str, str]) -> bool:
     if _NUMBER.fullmatch(leader) and _NUMBER.fullmatch(offset):
         identity.labels["het_job"] = f"{leader}+{offset}"
     _fill_gpus(identity, environment)
+    if _NUMBER.fullmatch(environment.get("SLURM_SHARDS_ON_NODE", "")):
+        identity.labels[GPU_SHARE] = "shard"
+    elif _NUMBER.fullmatch(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")):
+        identity.labels[GPU_SHARE] = "mps"
     return True

@@ -396,3 +396,12 @@ def test_any_claims(jobs, node):
     holding = sum(len(it.holds) for it in found.jobs.values())
     assert holding == sum(len(held.holders) for held in found.devices.values())
     assert resolve(node, dict(reversed(jobs.items()))) == found
+
+
+def test_jobs_that_slurm_gave_shares_of_one_gpu_are_no_conflict():
+    shares = [Claims(device_cgroup=frozenset([A]), shared=True) for _ in range(2)]
+    found = resolve(NODE, {SLURM_1: shares[0], SLURM_2: shares[1]})
+    assert holders(found, A) == [("slurm/1", "device_cgroup"), ("slurm/2", "device_cgroup")]
+    assert found.devices[A].conflicts == []
+    found = resolve(NODE, {SLURM_1: shares[0], SLURM_2: Claims(device_cgroup=frozenset([A]))})
+    assert len(found.devices[A].conflicts) == 1  # the other one was given all of it

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expanse_ebpf.jobs.slurm import (
+    GPU_SHARE,
     VARIABLES,
     fill,
     fill_visible_gpus,
@@ -231,3 +232,20 @@ def test_older_name_of_the_job_id():
     identity = JobIdentity(scheduler="slurm", id="501")
     assert fill(identity, {"SLURM_JOBID": "501", "SLURM_JOB_NAME": "a"})
     assert identity.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({"SLURM_SHARDS_ON_NODE": "2"}, "shard"),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}, "mps"),
+        ({"SLURM_SHARDS_ON_NODE": "2", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}, "shard"),
+        ({"SLURM_SHARDS_ON_NODE": ""}, None),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "half"}, None),
+        ({}, None),
+    ],
+)
+def test_shares_of_gpus(variables, share):
+    identity = JobIdentity(id="1")
+    assert fill(identity, {"SLURM_JOB_ID": "1", "SLURM_JOB_GPUS": "0", **variables})
+    assert dict(identity.labels).get(GPU_SHARE) == share
