@@ -111,7 +111,7 @@ class Client:
         if self._worker is not None and self._at is None:
             self._margin_s = max(_MARGIN_S, self._margin_s * _CALMER)
             self._ask(now, self._worker, by_process)
-        elif self._worker is not None:  # late, as on a node whose CPUs are busy
+        elif self._worker is not None and self._at != self._began:  # late, as where the CPUs are busy
             self._margin_s = min(2 * self._margin_s, self._interval_s / 2)
         self.status.cpu_ns = self._ended_cpu_ns + self._own_cpu_ns
         return lines

@@ -3,8 +3,9 @@
 A device's line has `uuid`, `time_ns` and either `lost` or `failed` (NVML's error), or: `values` (figures by
 the names of GpuSample; "throttled_ns.power" is an entry of a map), `missing` (NVML's errors by name), `added`
 (what the round adds to counters that are kept here), `stamp` (of the newest sample of use that was taken),
-`processes`, `rejected`, and where they were asked for `by_process`, `profile` (`source`, `added`, `missing`)
-and `instances` (lines of MIG instances, in the same form).
+`processes` (`pid`, `memory_bytes`, `kind`, and of which MIG instance: `gpu_instance`, `compute_instance`),
+`rejected`, and where they were asked for `by_process`, `profile` (`source`, `added`, `missing`) and
+`instances` (lines of MIG instances, in the same form; their processes stand in the GPU's list).
 """
 
 from __future__ import annotations

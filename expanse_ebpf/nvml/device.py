@@ -90,15 +90,15 @@ class Device:
         if seldom:
             self._unsupported.clear()  # MIG may have been turned on or off
             self._samples.ask_again()
-            self._read_seldom()
-            self._seldom_due = now + SELDOM_S
         found = Readings()
         self._fields(_FIELDS, found)
         self._single(found)
         failed = _failure(found)
         if failed:
-            self._seldom_due = 0.0
             return {"uuid": self.uuid, "failed": failed}
+        if seldom:
+            self._read_seldom()
+            self._seldom_due = now + SELDOM_S
         found.values.update(self._seldom.values)
         found.missing.update(self._seldom.missing)
         result: dict[str, Any] = {"uuid": self.uuid, "values": found.values, "missing": found.missing}

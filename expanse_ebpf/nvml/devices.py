@@ -91,10 +91,10 @@ class Devices:
                 missing = {**mapping(instance.get("missing"))}
                 if "processes" in mapping(device.get("missing")):
                     missing["processes"] = mapping(device["missing"])["processes"]
-                told = {"time_ns": device.get("time_ns"), "missing": missing, "processes": processes}
+                of_the_gpu = {"time_ns": device.get("time_ns"), "missing": missing, "processes": processes}
                 name = identifier(instance.get("uuid"))
                 if name and name != uuid:
-                    self._take(name, uuid, {"values": {}, **instance, **told})
+                    self._take(name, uuid, {"values": {}, **instance, **of_the_gpu})
 
     def _take(self, uuid: str, parent: str, line: Mapping[str, Any]) -> None:
         known = self._known.get(uuid)
@@ -178,7 +178,7 @@ class Devices:
         codes = _without_handle(absent)
         if codes and not codes <= {reasons.LOST, reasons.RESET_REQUIRED}:
             return 0
-        return reasons.LOST
+        return codes.pop() if len(codes) == 1 else reasons.LOST
 
     def end_tick(self) -> None:
         """Forget the lines of this tick."""

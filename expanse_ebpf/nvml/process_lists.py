@@ -56,7 +56,8 @@ class ProcessLists:
 
         The first call only begins. NVML finds nothing where no process was busy.
         """
-        self._seen_us = since(self._seen_us, time.time_ns() // 1000)
+        now_us = time.time_ns() // 1000
+        before = self._seen_us = since(self._seen_us, now_us)
         count = ctypes.c_uint()
         code = self._ask(count)
         # More may come between two calls, so the room that NVML asks for need not do.
@@ -64,14 +65,13 @@ class ProcessLists:
             room = min(_MOST_SAMPLES, max(2 * len(self._room), count.value))
             self._room = (pynvml.c_nvmlProcessUtilizationSample_t * room)()
             code = self._ask(count)
-        if code:
-            if code != reasons.NOT_FOUND:
-                found.miss("by_process", code)
+        if code not in (0, reasons.NOT_FOUND):
+            found.miss("by_process", code)
             return {}
-        samples = self._room[: min(count.value, len(self._room))]
-        before = self._seen_us
-        self._seen_us = max([before, *(sample.timeStamp for sample in samples)])
+        samples = self._room[: min(count.value, len(self._room))] if not code else []
+        self._seen_us = max([before, *(sample.timeStamp for sample in samples)]) or now_us
         if not before:
+            found.miss("by_process", reasons.NO_DATA)
             return {}
         return busy_by_pid(((s.timeStamp, s.pid, s.smUtil) for s in samples), before)
 

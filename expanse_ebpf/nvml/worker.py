@@ -33,6 +33,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NAME = b"expanse-nvml"  # in ps and top
 _EMPTY_S = 1.0  # how often the buffers of samples are emptied while no question is due
 COUNT_S = 30.0  # how often the devices are counted
+LOST_S = 5.0  # how often when one is lost: asking for it can take its time
 _MOST_DEVICES = 64
 _MEMORY_ROUNDS = 30  # how often the process looks at its own memory
 _FAILED = 3  # exit status: NVML could not be begun, as was said
@@ -69,7 +70,6 @@ class Worker:
 
     def _find(self) -> None:
         """Look which devices there are; raises pynvml.NVMLError when it cannot count them."""
-        self._look_due = time.monotonic() + COUNT_S
         lists = {}
         pid_max = read_pid_max()
         for kind in KINDS:
@@ -92,6 +92,9 @@ class Worker:
                 known = Device(handle, uuid, lists, self._seen_us.get(uuid, 0), profiler=self._profiler)
             self._events.register(handle, uuid)
             now[uuid] = known
+        lost = set(absent.values()) <= {reasons.LOST, reasons.RESET_REQUIRED}
+        wait_s = 0.0 if not lost else LOST_S if absent else COUNT_S
+        self._look_due = time.monotonic() + wait_s
         before, self._devices, self.absent = self._devices, now, absent
         for uuid in before.keys() - now.keys():
             self._seen_us[uuid] = before[uuid].seen_us
@@ -115,7 +118,7 @@ class Worker:
 
     def look_again(self) -> None:
         """Count the devices again when it is time; what fails is tried again next time."""
-        if self.absent or time.monotonic() >= self._look_due:
+        if time.monotonic() >= self._look_due:
             with contextlib.suppress(pynvml.NVMLError):
                 self._find()
 

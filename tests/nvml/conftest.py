@@ -32,7 +32,7 @@ def program(text: str) -> tuple[str, ...]:
 
 SERVE = "sys.exit(worker.main(sys.argv[1:]))"
 # One for which nothing is seldom due, as a test has no time to wait for that.
-EAGER = program(f"device.SELDOM_S = worker.COUNT_S = 0.0\n{SERVE}")
+EAGER = program(f"device.SELDOM_S = worker.COUNT_S = worker.LOST_S = 0.0\n{SERVE}")
 
 
 @dataclass

@@ -3,10 +3,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expanse_ebpf.nvml import busy
+from expanse_ebpf.nvml import busy, reasons
 from expanse_ebpf.nvml.busy import Busy
 from expanse_ebpf.nvml.process_lists import busy_by_pid
 from tests.nvml.conftest import Asked, MakeWorker
@@ -32,6 +32,7 @@ def polls(draw: st.DrawFn) -> tuple[dict[int, int], list[list[tuple[int, int]]]]
     return told, answers
 
 
+@settings(deadline=None)
 @given(polls())
 def test_each_stamp_counts_once_and_no_more_is_busy_than_measured(
     case: tuple[dict[int, int], list[list[tuple[int, int]]]],
@@ -51,6 +52,7 @@ def test_each_stamp_counts_once_and_no_more_is_busy_than_measured(
     assert busy_ns <= measured_ns
 
 
+@settings(deadline=None)
 @given(st.dictionaries(stamps, st.integers(0, 100), min_size=1, max_size=60), st.data())
 def test_however_the_samples_come_in_the_sum_is_the_same(told: dict[int, int], data: st.DataObject) -> None:
     samples = sorted(told.items())
@@ -95,6 +97,7 @@ def test_a_clock_that_is_a_little_behind_nvmls_was_not_set_back() -> None:
     assert busy.since(NOW + 500 * MS, NOW) == NOW + 500 * MS
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(stamps, st.integers(1, 3), percents), max_size=40), stamps)
 def test_no_process_was_busy_for_longer_than_there_was_time(
     samples: list[tuple[int, int, int]], before: int
@@ -192,9 +195,30 @@ def by_process(worker: Asked) -> dict[str, int]:
     return found
 
 
-def test_each_sample_of_a_process_counts_once(worker: Asked) -> None:
+@pytest.fixture
+def sharing(make_worker: MakeWorker) -> Asked:
+    """A worker that was asked for it once."""
+    worker = make_worker()
     worker.gpus.process_samples(0, [(at(0), 4242, 100, 0)])
-    by_process(worker)
+    assert by_process(worker) == {}
+    return worker
+
+
+@pytest.mark.parametrize("busy_before", [False, True])
+def test_the_first_answer_only_begins_and_says_so(make_worker: MakeWorker, busy_before: bool) -> None:
+    worker = make_worker()
+    worker.gpus.process_samples(0, [(at(0), 4242, 100, 0)] if busy_before else [])
+    found = worker.ask(by_process=[uuid(0)])
+    assert found.line()["by_process"] == {}
+    assert found.gpu().unavailable["by_process"] == reasons.sentence(reasons.NO_DATA)
+    assert "by_process" not in worker.ask().line()
+    begun_us = at(0) if busy_before else time.time_ns() // 1000
+    worker.gpus.process_samples(0, [(begun_us + 100 * MS, 4242, 100, 0)])
+    assert by_process(worker)["4242"] == pytest.approx(100_000_000, rel=0 if busy_before else 0.9)
+
+
+def test_each_sample_of_a_process_counts_once(sharing: Asked) -> None:
+    worker = sharing
     worker.gpus.process_samples(0, [(at(100), 4242, 50, 0), (at(140), 4343, 100, 0), (at(120), 4242, 0, 0)])
     # 4242: half of 100 ms, and nothing of 20 ms
     assert by_process(worker) == {"4242": 50_000_000, "4343": 140_000_000}
@@ -203,15 +227,15 @@ def test_each_sample_of_a_process_counts_once(worker: Asked) -> None:
     assert by_process(worker) == {"4343": 10_000_000}
 
 
-def test_more_processes_than_there_was_room_for_are_asked_for_again(worker: Asked) -> None:
-    worker.gpus.process_samples(0, [(at(0), 1, 0, 0)])
-    by_process(worker)
+def test_more_processes_than_there_was_room_for_are_asked_for_again(sharing: Asked) -> None:
+    worker = sharing
     worker.gpus.set(0, understated=7)
     worker.gpus.process_samples(0, [(at(100), pid, 10, 0) for pid in range(1, 1001)])
     assert by_process(worker) == {str(pid): 10_000_000 for pid in range(1, 1001)}
 
 
-def test_no_busy_process_is_no_failure_and_another_error_is_one(worker: Asked) -> None:
+def test_no_busy_process_is_no_failure_and_another_error_is_one(sharing: Asked) -> None:
+    worker = sharing
     assert by_process(worker) == {}
     assert "by_process" not in worker.ask(by_process=[uuid(0)]).gpu().unavailable
     worker.gpus.process_samples(0, Fault(4))

@@ -146,7 +146,7 @@ LINE = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(LINE, max_size=6), max_size=4), st.data())
 def test_whatever_a_worker_says_makes_a_report_that_can_be_sent(
     ticks: list[list[dict[str, Any]]], data: st.DataObject
@@ -213,6 +213,22 @@ def test_reasons_for_what_the_model_has_not_are_left_out() -> None:
     assert dict(sample.unavailable) == {"power_mw": reasons.sentence(4), "profile": reasons.sentence(21)}
 
 
+@pytest.mark.parametrize(
+    "process",
+    [
+        {"pid": 1},
+        {"kind": "compute"},
+        *({"pid": pid, "kind": "compute"} for pid in (0, -1, 1.5, True, "1", (1 << 22) + 1, None, [])),
+        *({"pid": 1, "kind": kind} for kind in ("", "other", "\ud800", None, 5, [], {})),
+    ],
+)
+def test_a_process_that_cannot_be_one_is_rejected_and_counted(process: dict[str, Any]) -> None:
+    good = {"pid": 1, "kind": "mps", "memory_bytes": "much"}
+    sample = sample_of({"values": {}, "processes": [process, good, 7], "rejected": 2})
+    assert [(p.pid, p.kind, p.HasField("memory_bytes")) for p in sample.processes] == [(1, "mps", False)]
+    assert sample.rejected_processes == 3
+
+
 def test_very_many_processes_devices_and_instances_are_bounded() -> None:
     devices = Devices()
     process = {"pid": 1, "kind": "compute", "memory_bytes": 1, "gpu_instance": None, "compute_instance": None}
@@ -240,6 +256,40 @@ def test_more_devices_than_a_node_has_are_bounded_in_the_client_too() -> None:
 
 def test_a_busy_time_longer_than_the_time_it_was_measured_in_is_not_taken() -> None:
     assert not sample_of({"values": {}, "added": {"busy_ns": 6, "measured_ns": 5}}).HasField("busy_ns")
+
+
+def test_a_process_is_its_instances_where_only_one_fits() -> None:
+    places = {"MIG-1": (1, 0), "MIG-2": (1, 1), "MIG-3": (2, 0)}
+    instances = [
+        {"uuid": name, "gpu_instance": gpu, "compute_instance": compute}
+        for name, (gpu, compute) in places.items()
+    ]
+    of = {1: (1, 1), 2: (1, None), 3: (2, None), 4: (9, 0), 5: (None, None), 6: (1, "0")}
+    processes = [
+        {"pid": pid, "kind": "compute", "gpu_instance": gpu, "compute_instance": compute}
+        for pid, (gpu, compute) in of.items()
+    ]
+    devices = Devices()
+    line = {"uuid": "GPU-1", "values": {}, "instances": instances, "processes": processes}
+    devices.take({"device": line}, 1)
+    samples, _ = devices.report(NvmlStatus(), None, {}, 1)
+    assert {sample.uuid: [process.pid for process in sample.processes] for sample in samples} == {
+        "GPU-1": [2, 4, 5, 6],
+        "MIG-1": [],
+        "MIG-2": [1],
+        "MIG-3": [3],
+    }
+
+
+def test_how_busy_processes_were_is_there_where_it_was_asked_for_and_can_be_true() -> None:
+    devices = Devices()
+    devices.take({"device": {"uuid": "GPU-1", "values": {}}}, 1)
+    assert "by_process" not in devices.line("GPU-1")
+    told = {"4242": 5, "4343": -1, "x": 5, "99999999": 5, "1": 1.5, "2": 0}
+    devices.take({"device": {"uuid": "GPU-1", "values": {}, "by_process": told}}, 1)
+    assert devices.line("GPU-1")["by_process"] == {"4242": 5, "2": 0}
+    devices.end_tick()
+    assert devices.line("GPU-1") == {}
 
 
 def test_counters_begin_anew_when_the_profiler_has_another_source() -> None:
@@ -275,7 +325,8 @@ def test_ten_thousand_rounds_leave_nothing_behind() -> None:
             line = {"uuid": "GPU-1", "values": {"power_mw": i}, "missing": {}, "instances": instances}
             devices.take({"device": line}, i)
             devices.take({"event": {"uuid": "GPU-1", "xid": i}}, i)
-            devices.report(NvmlStatus(), None, {}, i)
+            samples, _ = devices.report(NvmlStatus(), None, {}, i)
+            assert [sample.uuid for sample in samples] == ["GPU-1", instances[0]["uuid"]]
             devices.end_tick()
 
     rounds(100)
@@ -290,6 +341,7 @@ def test_ten_thousand_rounds_leave_nothing_behind() -> None:
     assert after - before < 20_000
 
 
+@settings(deadline=None)
 @given(ANYTHING)
 def test_the_parts_take_anything(value: Any) -> None:
     assert number(value) is None or 0 <= value < 1 << 63

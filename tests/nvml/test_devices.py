@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from expanse_ebpf.nvml import reasons
@@ -19,7 +21,7 @@ def history(node: Node, ticks: int) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def node(make_node: MakeNode) -> Node:
-    node = make_node(devices=2)
+    node = make_node(devices=2, command=EAGER)
     node.until_all_is_well()
     return node
 
@@ -59,6 +61,17 @@ def test_a_gpu_that_gives_no_handle_because_it_is_lost_is_lost(make_node: MakeNo
     assert node.client.absent == {}
 
 
+def test_a_lost_gpu_is_not_looked_for_in_every_round(make_node: MakeNode) -> None:
+    node = make_node(devices=2)
+    node.until_all_is_well()
+    node.gpus.fail("*", 15, 0)
+    node.until(lambda _: node.client.absent == {"index 0": 15})
+    calls = node.gpus.calls()
+    for _ in range(5):
+        assert node.until(lambda found: found.gpu(1).state == "ok").gpu(0).state == "lost"
+    assert node.gpus.calls()["nvmlDeviceGetHandleByIndex_v2"] - calls["nvmlDeviceGetHandleByIndex_v2"] <= 2
+
+
 def test_a_gpu_that_nvml_counts_no_more_is_lost(make_node: MakeNode) -> None:
     node = make_node(devices=2, command=EAGER)
     node.until_all_is_well()
@@ -85,6 +98,7 @@ def test_a_gpu_that_gives_no_handle_for_another_reason_is_silent_with_it(make_no
 def test_samples_count_once_when_a_gpu_was_away(make_node: MakeNode) -> None:
     node = make_node(command=EAGER)
     node.gpus.auto(0, utilization=50)
+    node.gpus.say("0", "auto", time.time_ns() // 1000 - 10_000_000)  # so long NVML has kept samples already
     before = node.until(lambda found: found.states == ["ok"] and found.gpu().measured_ns > 0).gpu()
     node.gpus.fail("nvmlDeviceGetHandleByIndex", 15, 0)
     node.until(lambda found: found.states == ["lost"])
@@ -158,6 +172,7 @@ def test_a_lost_gpu_does_not_keep_back_the_xids_of_the_others(node: Node) -> Non
     node.gpus.event(0, 48)
     found = node.until(lambda found: bool(found.events))
     assert [(event.uuid, event.xid) for event in found.events] == [(uuid(0), 48)]
+    assert node.gpus.calls()["nvmlEventSetCreate"] == 2  # the second without the lost one
 
 
 def test_a_gpu_that_is_back_tells_of_its_xids_again(node: Node) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expanse_ebpf.nvml.process_list import Listed, parse, read_pid_max
@@ -111,6 +111,7 @@ def test_records_that_were_announced_and_not_written_are_not_guessed_at() -> Non
     assert parse(b"\xa5" * 400, 3, 1 << 22) == ABSURD
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 12))
 def test_whatever_the_library_writes_is_taken_or_rejected(data: bytes, count: int) -> None:
     found = parse(data.ljust(480, b"\xa5"), count, 1 << 22)

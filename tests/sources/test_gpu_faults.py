@@ -210,13 +210,13 @@ def test_a_lost_gpu_is_one_event_and_its_unavailable_handle_a_reason_of_the_sour
 
 def test_a_device_that_hangs_is_named_by_the_source(tmp_path: Path) -> None:
     gpus = StandIn(tmp_path / "nvml", devices=2)
-    client = Client(GpuConfig(library=str(gpus.library), deadline_s=0.4), INTERVAL_S)
+    client = Client(GpuConfig(library=str(gpus.library), deadline_s=0.6), INTERVAL_S)
     node = Node(gpus, GpuSource(client, ClaimReader(None)))
     try:
         node.until(is_well)
         gpus.hang("nvmlDeviceGetMemoryInfo", 0)
         report = node.until(lambda report: report.nvml.code == "hung")
-        assert report.nvml.reason == f"NVML has not answered about {uuid(0)} for 0.4 s"
+        assert report.nvml.reason == f"NVML has not answered about {uuid(0)} for 0.6 s"
         report = node.until(lambda report: [sample.state for sample in report.gpus] == ["silent", "ok"])
         assert set(node.source.unavailable) == {f"gpu {uuid(0)}"}
         assert node.source.unavailable[f"gpu {uuid(0)}"] == gpu(report).unavailable["all"]
