@@ -314,7 +314,7 @@ class Client:
         if pss:
             self.status.pss_bytes = pss
         if self._answered:
-            if self.status.code:
+            if self.status.code and self.status.code != _STARTING[0]:
                 _log.info("NVML answers again")
             self.status.up, self.status.code, self.status.reason = True, "", ""
             self._reinit_s, self._failing_since = _REINIT_S, None
