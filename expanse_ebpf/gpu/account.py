@@ -17,6 +17,10 @@ _NO_USE = "NVML has not told yet how busy it is"
 _SHARED_INSTANCE = "several MIG instances lie in one GPU instance, of which alone there is a profile"
 _NOT_WHOLE = "a GPU, or a part of one, is not its alone, and power is measured of whole GPUs"
 _NO_GPM = "needs the profiler (gpu.profiler) and a GPU that has GPM"
+_NOT_ALONE = "a GPU is not its alone, and the profiler tells of whole GPUs"
+_MOST_MW = 20_000_000  # of any GPU: a reading of the energy that has grown faster is none
+_SLACK_S = 10  # for clocks that were set
+_MOST = (1 << 63) - 1
 
 
 class Totals(NamedTuple):
@@ -27,9 +31,11 @@ class Totals(NamedTuple):
     sm_active_ns: int | None
     profiled_ns: int | None
     energy_mj: int | None
+    time_ns: int  # by the wall clock
+    alone: bool  # whether it worked for the job alone then
 
     @classmethod
-    def of(cls, sample: GpuSample) -> Totals:
+    def of(cls, sample: GpuSample, *, alone: bool) -> Totals:
         """Those of a sample; the use of a MIG instance is that of its profile."""
         source = sample.profile if sample.HasField("profile") else None
         gpm = source if source is not None and source.source == "gpm" else None
@@ -40,6 +46,8 @@ class Totals(NamedTuple):
             _of(gpm, "sm_active_ns"),
             _of(gpm, "measured_ns"),
             _of(sample, "energy_mj"),
+            sample.time_ns,
+            alone,
         )
 
 
@@ -90,19 +98,20 @@ class Account:
                 if hold.uuid in before:  # it is silent: what it did meanwhile is told when it answers again
                     self._before[hold.uuid] = before[hold.uuid]
                 continue
-            now = self._before[hold.uuid] = Totals.of(sample)
             shared = hold.uuid not in alone or instances.get((sample.parent_uuid, sample.gpu_instance), 1) > 1
+            now = self._before[hold.uuid] = Totals.of(sample, alone=not shared)
             self._why_missing(hold, sample, now, own_ns, shared, missing)
             then = before.get(hold.uuid)
-            if then is not None:
-                self._add(now, then, own_ns.get(hold.uuid) if shared else None, shared)
+            # What it did between being shared and not is of both kinds, and nobody's then.
+            if then is not None and then.alone == now.alone:
+                self._add(now, then, own_ns.get(hold.uuid))
         for name, total in self._sums.items():
             if name not in missing:
                 setattr(result, name, total)
         answered = [samples[hold.uuid] for hold in holds if hold.uuid in samples]
         if any(sample.parent_uuid or sample.uuid not in alone for sample in answered):
             missing["energy_mj"] = missing["power_mw"] = _NOT_WHOLE
-        elif holds:
+        elif holds or self._energy_mj:
             result.energy_mj = self._energy_mj
             known = [sample.power_mw for sample in answered if sample.HasField("power_mw")]
             if len(known) == len(holds):
@@ -121,7 +130,9 @@ class Account:
         missing: dict[str, str],
     ) -> None:
         if now.sm_active_ns is None or shared:
-            reason = _SHARED_INSTANCE if shared and sample.parent_uuid else _NO_GPM
+            reason = _NO_GPM
+            if now.sm_active_ns is not None:
+                reason = _SHARED_INSTANCE if sample.parent_uuid else _NOT_ALONE
             missing["sm_active_ns"] = missing["profiled_ns"] = reason
         if sample.parent_uuid:
             if now.busy_ns is None or shared:
@@ -133,17 +144,23 @@ class Account:
         elif now.busy_ns is None:
             missing["busy_ns"] = missing["measured_ns"] = sample.unavailable.get("busy_ns", _NO_USE)
 
-    def _add(self, now: Totals, then: Totals, own_ns: int | None, shared: bool) -> None:
+    def _add(self, now: Totals, then: Totals, own_ns: int | None) -> None:
         def more(name: str) -> int:
             new, old = getattr(now, name), getattr(then, name)
             # A counter that began anew: how much it lost is not known.
             return max(0, new - old) if new is not None and old is not None else 0
 
-        if not shared:
+        if now.alone:
             for name in self._sums:
-                self._sums[name] += more(name)
-            self._energy_mj += more("energy_mj")
+                self._grow(name, more(name))
+            seconds = max(0, now.time_ns - then.time_ns) // 10**9 + _SLACK_S
+            energy = more("energy_mj")
+            if energy <= seconds * _MOST_MW:
+                self._energy_mj = min(self._energy_mj + energy, _MOST)
         elif own_ns is not None:
             measured = more("measured_ns")
-            self._sums["measured_ns"] += measured
-            self._sums["busy_ns"] += min(own_ns, measured)
+            self._grow("measured_ns", measured)
+            self._grow("busy_ns", min(own_ns, measured))
+
+    def _grow(self, name: str, by: int) -> None:
+        self._sums[name] = min(self._sums[name] + by, _MOST)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from expanse_ebpf.gpu.device_cgroup import NOTHING, DeviceCgroups
-from expanse_ebpf.gpu.identifiers import Devices
+from expanse_ebpf.gpu.identifiers import Devices, Named
 from expanse_ebpf.gpu.open_files import OpenFiles, parse_mig_minors
 from expanse_ebpf.gpu.ownership import Claims, Who
 from expanse_ebpf.gpu.pod_resources import Claim, PodResources
-from expanse_ebpf.gpu.processes import PID_MAX, credit
+from expanse_ebpf.gpu.processes import Credited, credit
 from expanse_ebpf.jobs.job import Job
 from expanse_ebpf.jobs.slurm import GPU_SHARE
 from expanse_ebpf.wire.collector_pb2 import GpuSample
@@ -25,12 +25,11 @@ _MAX_CAPS_BYTES = 4 << 20
 
 
 class Gathered(NamedTuple):
-    """All claims, and the devices that they are about."""
+    """All claims, the devices that they are about, and whose processes are on those."""
 
     devices: Devices
     claims: dict[Who, Claims]
-    # By GPU or instance, then by the number that NVML lists: the key of the job whose process that is.
-    listed: dict[str, dict[int, str]]
+    credited: Credited[Who]
 
 
 def who(job: Job) -> Who:
@@ -39,79 +38,106 @@ def who(job: Job) -> Who:
 
 
 class ClaimReader:
-    """Asks the sources. `pods` is None where the kubelet is not to be asked; `proc` is for tests."""
+    """Asks the sources, from start() to stop().
+
+    `pods` makes the client of the kubelet, None where that is not to be asked; `proc` is for tests.
+    """
 
     def __init__(
-        self, pods: PodResources | None, proc: str = "/proc", clock: Callable[[], float] = time.monotonic
+        self,
+        pods: Callable[[], PodResources] | None,
+        proc: str = "/proc",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cgroups = DeviceCgroups(proc, clock)
         self._files = OpenFiles(proc, clock)
-        self._pods = pods
+        self._make_pods = pods
+        self._pods: PodResources | None = None
         self._proc = proc
         self._clock = clock
+        self._devices = Devices(())
+        self._key: tuple[object, ...] = ()  # of what the devices' names depend on
+        self._named: dict[Job, tuple[tuple[str, ...], tuple[Named, Named]]] = {}
         self._caps: dict[int, tuple[int, int | None, int | None]] = {}
         self._caps_due = 0.0
-        self._polls: dict[Job, int] = {}  # of pods: how often the kubelet had been asked when they came
+        self._why_no_caps = ""
+        self._answers: dict[Job, int] = {}  # of pods: how often the kubelet had answered when they came
         self.unavailable: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin to ask the kubelet."""
+        if self._make_pods is not None and self._pods is None:
+            self._pods = self._make_pods()
+
+    def stop(self) -> None:
+        """Ask the kubelet no more."""
+        if self._pods is not None:
+            self._pods.close()
+            self._pods = None
 
     def read(self, jobs: Iterable[Job], samples: Sequence[GpuSample]) -> Gathered:
         """One round. Says in the samples' `processes` whose each is; never raises."""
         jobs = list(jobs)
-        devices = Devices(samples)
-        owners = {pid: job.key for job in jobs for pid in job.pids or ()}
+        self.unavailable = {}
+        devices = self._current(samples)
+        owners: dict[int, Who | None] = {pid: who(job) for job in jobs for pid in job.pids or ()}
         # Of no job, but NVML has that number: it may be the host's own process.
-        numbers = {s.uuid: [p.pid for p in s.processes if 0 < p.pid <= PID_MAX] for s in samples}
-        for listed in numbers.values():
-            for pid in listed:
-                owners.setdefault(pid, "")
+        owners |= {p.pid: None for s in samples for p in s.processes if p.pid not in owners}
         self._files.look(owners.keys())
         self._read_caps(any(sample.parent_uuid for sample in samples))
-        uses = credit(samples, devices, owners, self._files, self._caps)
-        by_number = {
-            sample.uuid: {
-                number: process.job
-                for number, process in zip(numbers[sample.uuid], sample.processes, strict=True)
-                if process.job
-            }
-            for sample in samples
-        }
-        self.unavailable = {}
+        credited = credit(samples, devices, owners, self._files, self._caps)
         pods = self._claims_of_pods()
         claims: dict[Who, Claims] = {}
         for job in jobs:
-            said = Claims()
+            said = claims[who(job)] = Claims()
             said.device_cgroup = self._cgroups.allowed(job, samples)
             if samples and said.device_cgroup is None and self._cgroups.reason != NOTHING:
                 self.unavailable["device cgroup"] = f"{job.key}: {self._cgroups.reason}"
             if job.identity.scheduler == "kubernetes":
                 said.pod_resources = self._of_pod(job, pods, devices)
-            said.slurm, said.environment = devices.of(job.identity)
+            said.slurm, said.environment = self._names(job, devices)
             said.shared = job.identity.scheduler == "slurm" and GPU_SHARE in job.identity.labels
-            said.processes = uses.get(job.key, {})
+            said.processes = credited.uses.get(who(job), {})
             said.open_files = self._opened(job, devices)
-            claims[who(job)] = said
         # Pods that have a GPU and no job here: they are holders by their name.
         for (namespace, name), held in (pods or {}).items():
             claims[Who(name=f"{namespace}/{name}")] = Claims(pod_resources=_found(held, devices))
         self._forget(jobs)
-        return Gathered(devices, claims, by_number)
+        return Gathered(devices, claims, credited)
 
-    def close(self) -> None:
-        """Stop asking the kubelet."""
-        if self._pods is not None:
-            self._pods.close()
+    def _current(self, samples: Sequence[GpuSample]) -> Devices:
+        """The devices by their names; the same object as long as nothing about those has changed."""
+        key = tuple(
+            (s.uuid, s.parent_uuid, s.index, s.minor, s.pci_bus_id, s.gpu_instance, s.compute_instance)
+            for s in samples
+        )
+        if key != self._key:
+            self._key, self._devices, self._named = key, Devices(samples), {}
+        return self._devices
+
+    def _names(self, job: Job, devices: Devices) -> tuple[Named, Named]:
+        """What the job's environment names, looked up anew only when that has changed."""
+        said = (job.identity.gpus_source, *job.identity.gpus)
+        known = self._named.get(job)
+        if known is None or known[0] != said:
+            known = self._named[job] = (said, devices.of(job.identity))
+        return known[1]
 
     def _read_caps(self, wanted: bool) -> None:
-        now = self._clock()
-        if not wanted or now < self._caps_due:
+        if not wanted:
             return
-        self._caps_due = now + _CAPS_S
+        now = self._clock()
+        if now < self._caps_due:
+            if self._why_no_caps:
+                self.unavailable["mig capabilities"] = self._why_no_caps
+            return
+        self._caps_due, self._why_no_caps = now + _CAPS_S, ""
         try:
             with Path(f"{self._proc}/driver/nvidia-caps/mig-minors").open("rb") as file:
                 self._caps = parse_mig_minors(file.read(_MAX_CAPS_BYTES).decode("ascii", "replace"))
         except OSError as error:
             self._caps = {}
-            self.unavailable["mig capabilities"] = f"{error.filename}: {error.strerror}"
+            self._why_no_caps = self.unavailable["mig capabilities"] = f"{error.filename}: {error.strerror}"
 
     def _opened(self, job: Job, devices: Devices) -> frozenset[str]:
         found: set[str] = set()
@@ -144,14 +170,15 @@ class ClaimReader:
         if not slash:  # its name is not known, so neither is what it was given
             return None
         # A pod that is younger than the last answer is not in it yet.
-        if job not in self._polls:
-            self._polls[job] = self._pods.polls
+        if job not in self._answers:
+            self._answers[job] = self._pods.answers
             self._pods.poke()
-        return [] if self._pods.polls > self._polls[job] + 1 else None
+        return [] if self._pods.answers > self._answers[job] + 1 else None
 
     def _forget(self, jobs: Sequence[Job]) -> None:
-        for gone in self._polls.keys() - set(jobs):
-            del self._polls[gone]
+        for kept in (self._answers, self._named):
+            for gone in kept.keys() - set(jobs):
+                del kept[gone]
 
 
 def _found(held: Iterable[Claim], devices: Devices) -> list[tuple[str, str]]:

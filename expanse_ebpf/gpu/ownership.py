@@ -18,7 +18,7 @@ from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuHolder
 
 # By trust, the most trusted first; the words of GpuHold.source.
 SOURCES = ("device_cgroup", "pod_resources", "slurm", "processes", "environment", "open_files")
-GIVEN = SOURCES[:3]
+GIVEN = SOURCES[:2]
 
 _MAX_SENTENCES = 20  # of one job or device
 _MAX_SENTENCE = 200  # characters
@@ -108,9 +108,9 @@ class _Job:
         return SOURCES.index(self.source) if self.source else len(SOURCES)
 
     @property
-    def given(self) -> bool:
-        """Whether somebody gave it what it holds."""
-        return self.source in GIVEN
+    def allotted(self) -> bool:
+        """Whether the source is one that gives GPUs out."""
+        return self.source in (*GIVEN, "slurm")
 
     def _here(self, uuids: Iterable[str]) -> set[str]:
         """Those of `uuids` that the node has, and of a GPU and an instance of it the instance."""
@@ -127,7 +127,7 @@ class _Job:
             said = self.says[source]
             if said is None:
                 continue
-            if self.given:
+            if self.allotted:
                 self._compare_with_given(source, said)
             elif self.source == "processes" and source == "environment":
                 # Not every device that it may use has to be in use, but the other way round.
@@ -196,9 +196,9 @@ def resolve(devices: Devices, claims: Mapping[Who, Claims]) -> Ownership:
     holding = {uuid: _without_intruders(uuid, some) for uuid, some in wanting.items()}
     held = {uuid: Held([_holder(job) for job in some]) for uuid, some in holding.items()}
     for uuid, some in holding.items():
-        if len(some) > 1 and some[0].given and not all(uuid in job.shares for job in some):
-            names = ", ".join(f"{job.who} ({job.source})" for job in some)
-            held[uuid].conflicts.append(f"given to more than one job, and not as shares: {names}")
+        contradiction = _contradiction(uuid, some)
+        if contradiction:
+            held[uuid].conflicts.append(contradiction)
         for job in some:
             for instance in devices.instances(uuid):
                 _name_instance_of_others(job, uuid, instance, holding[instance], held[uuid])
@@ -220,14 +220,34 @@ def resolve(devices: Devices, claims: Mapping[Who, Claims]) -> Ownership:
 
 
 def _without_intruders(uuid: str, jobs: list[_Job]) -> list[_Job]:
-    """Those of `jobs` that hold the device: who was given it, if anybody, and not who only uses it."""
-    given = [job for job in jobs if job.given]
-    if not given:
+    """Those of `jobs` that hold the device: who was given it, if anybody, and not who only uses it.
+
+    SLURM's list stands in the job's own environment. It counts for more than another variable and than a file
+    that is open, but takes a GPU from nobody whose process is on it.
+    """
+    sources = {job.source for job in jobs}
+    if sources & set(GIVEN):
+        staying: Collection[str] = GIVEN
+    elif "slurm" in sources:
+        staying = ("slurm", "processes")
+    else:
         return jobs
+    holding = [job for job in jobs if job.source in staying]
     for job in jobs:
-        if not job.given:
-            job.give_up(uuid, given[0].who)
-    return given
+        if job.source not in staying:
+            job.give_up(uuid, holding[0].who)
+    return holding
+
+
+def _contradiction(uuid: str, jobs: list[_Job]) -> str:
+    """What is wrong with `jobs` all holding the device; empty for nothing."""
+    names = ", ".join(f"{job.who} ({job.source})" for job in jobs)
+    allotted = [job for job in jobs if job.allotted]
+    if len(jobs) < 2 or not allotted or all(uuid in job.shares for job in jobs):
+        return ""
+    if len(allotted) < len(jobs):
+        return f"allotted to one job, and used by another: {names}"
+    return f"given to more than one job, and not as shares: {names}"
 
 
 def _name_instance_of_others(job: _Job, gpu: str, instance: str, others: Iterable[_Job], held: Held) -> None:

@@ -146,6 +146,7 @@ class PodResources:
         self._poked = False
         self._closing = False
         self.polls = 0  # rounds that are over, however they went
+        self.answers = 0  # of them, those that brought an answer
 
     def claims(self) -> Claims | None:
         """Claims by (namespace, pod), of pods that have any; None: not known, see `reason`.
@@ -216,6 +217,7 @@ class PodResources:
         else:
             with self._changed:
                 self._claims, self._said_at = claims, self._clock()
+                self.answers += 1
 
     def _ask(self) -> bytes:
         grpc = transport.import_grpc()

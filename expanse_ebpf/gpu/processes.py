@@ -8,18 +8,20 @@ So a number alone is nobody's:
 2. A number that exactly one process fits is that process's. A process is in one list once: what is known
    to be another number's no longer fits this one.
 3. Every other number stays unresolved, also one that fits a process in the agent's own namespace and
-   another process in a container: either could be meant.
-4. The MPS server is known, and nobody's: what it uses is its clients'.
+   another process in a container: either could be meant. So does one that is the number of a process here
+   that was not looked at yet.
+4. An MPS server outside of all jobs is known, and nobody's: what it uses is its clients'. One that a job
+   has begun is the job's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from expanse_ebpf.gpu.identifiers import Devices
-from expanse_ebpf.gpu.open_files import OpenFiles
+from expanse_ebpf.gpu.open_files import NOTHING, OpenFiles
 
 if TYPE_CHECKING:
     from expanse_ebpf.wire.collector_pb2 import GpuSample
@@ -27,55 +29,74 @@ if TYPE_CHECKING:
 PID_MAX = 1 << 22  # the kernel's own limit
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
+_Owner = TypeVar("_Owner")
 MigMinors = Mapping[int, tuple[int, int | None, int | None]]
 
 
-class Uses(dict[str, dict[str, int]]):
-    """By job, the devices that a process of it uses for certain: UUID to that process's pid."""
+class Credited(NamedTuple, Generic[_Owner]):
+    """Who is on which device, by UUID of the GPU or instance."""
+
+    uses: dict[_Owner, dict[str, int]]  # for certain: device to one process of the owner's
+    users: dict[str, set[_Owner | None]]  # all that are on a device; None: somebody who is not known
+    numbers: dict[str, dict[int, _Owner]]  # by the numbers that NVML has listed
+    memory: dict[_Owner, int]  # bytes over all devices, of owners of whom NVML tells any
 
 
 def credit(
     samples: Iterable[GpuSample],
     devices: Devices,
-    owners: Mapping[int, str],
+    owners: Mapping[int, _Owner | None],
     files: OpenFiles,
     mig_minors: MigMinors | None = None,
-) -> Uses:
+) -> Credited[_Owner]:
     """Say in every sample's `processes` whose each is, count those of nobody, and return who uses what.
 
-    `owners` has the key of the job of each process that may be meant, empty for one of no job; `files`
-    looks at the same processes. What was not looked at yet fits nothing.
+    `owners` has the job of each process that may be meant, None for one of no job; `files` looks at the
+    same processes.
     """
-    candidates = {pid: opened for pid in owners if (opened := files.of(pid)) is not None and opened.any}
+    looked = {pid: files.of(pid) for pid in owners}
+    candidates = {pid: opened for pid, opened in looked.items() if opened is not None and opened.any}
     usable = {pid: devices.opened(o.minors, o.caps, mig_minors) for pid, o in candidates.items()}
     by_number: dict[int, list[int]] = defaultdict(list)
     for pid, opened in candidates.items():
         for number in {pid, *opened.numbers}:
             by_number[number].append(pid)
-    uses = Uses()
+    found: Credited[_Owner] = Credited({}, {}, {}, {})
     for sample in samples:
         _reject(sample)
+        users = found.users[sample.uuid] = {None} if sample.rejected_processes else set()
         for kind in dict.fromkeys(process.kind for process in sample.processes):
             listed = [process for process in sample.processes if process.kind == kind]
             fits = [
-                {
+                set[int]()
+                if looked.get(process.pid, NOTHING) is None
+                else {
                     pid
                     for pid in by_number.get(process.pid, ())
                     if _has_open(sample.uuid, usable[pid], devices) or (kind == "mps" and candidates[pid].uvm)
                 }
                 for process in listed
             ]
-            for process, found in zip(listed, _settle(fits), strict=True):
-                process.job, process.resolved = "", found is not None
-                if found is None:
+            for process, settled in zip(listed, _settle(fits), strict=True):
+                process.job, process.resolved = "", settled is not None
+                if settled is None:
+                    users.add(None)
                     sample.unresolved_processes += 1
                     files.hurry(process.pid)  # it may have opened the GPU since
                     continue
-                process.pid = found
-                if candidates[found].program != _MPS_SERVER and owners[found]:
-                    process.job = owners[found]
-                    uses.setdefault(owners[found], {}).setdefault(sample.uuid, found)
-    return uses
+                number, process.pid = process.pid, settled
+                owner = owners[settled]
+                if owner is None:
+                    if candidates[settled].program != _MPS_SERVER:
+                        users.add(None)
+                    continue
+                process.job = str(owner)
+                users.add(owner)
+                found.uses.setdefault(owner, {}).setdefault(sample.uuid, settled)
+                found.numbers.setdefault(sample.uuid, {})[number] = owner
+                if process.HasField("memory_bytes"):
+                    found.memory[owner] = found.memory.get(owner, 0) + process.memory_bytes
+    return found
 
 
 def _reject(sample: GpuSample) -> None:

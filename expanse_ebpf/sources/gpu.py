@@ -1,36 +1,41 @@
 """Source "gpu": every NVIDIA GPU of the node, and which job holds and uses it.
 
 What NVML says comes from a process of its own (expanse_ebpf/nvml), who holds what is worked out here by
-expanse_ebpf/gpu; docs/gpu.md has the rules.
+expanse_ebpf/gpu; docs/gpu-ownership.md has the rules.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from expanse_ebpf.gpu.account import Account
 from expanse_ebpf.gpu.claims import ClaimReader, Gathered, who
-from expanse_ebpf.gpu.ownership import GIVEN, JobHolds, Ownership, resolve
+from expanse_ebpf.gpu.identifiers import Devices
+from expanse_ebpf.gpu.ownership import GIVEN, Claims, JobHolds, Ownership, Who, resolve
 from expanse_ebpf.gpu.pod_resources import PodResources
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.client import Client
-from expanse_ebpf.nvml.devices import Devices
-from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuSample
+from expanse_ebpf.nvml.devices import Devices as SeenDevices
+from expanse_ebpf.wire.collector_pb2 import GpuEvent, GpuHold, GpuSample
 
 if TYPE_CHECKING:
     from expanse_ebpf.jobs.job import Job
     from expanse_ebpf.sources import Context
     from expanse_ebpf.wire.collector_pb2 import JobSample, Report
 
+_log = logging.getLogger(__name__)
 _PROFILED = ("sm_active_ns", "profiled_ns")
+_NOBODYS_BYTES = 1 << 30  # of a GPU's memory, which the driver takes for itself
 
 
 def create(context: Context) -> GpuSource:
     """The source as the configuration wants it."""
     config = context.config.gpu
-    pods = PodResources(config.pod_resources) if config.pod_resources else None
+    pods = partial(PodResources, config.pod_resources) if config.pod_resources else None
     client = Client(config, context.config.agent.interval_s)
     return GpuSource(client, ClaimReader(pods), profiler=config.profiler)
 
@@ -45,12 +50,14 @@ class GpuSource:
         self._client = client
         self._claims = claims
         self._profiler = profiler
-        self._devices = Devices()
+        self._devices = SeenDevices()
         self._accounts: dict[Job, Account] = {}
         self._shared: frozenset[str] = frozenset()  # GPUs that are not one job's alone
+        self._resolved: tuple[tuple[Devices, dict[Who, Claims]], Ownership] | None = None
 
     def start(self) -> None:
-        """Nothing yet: the worker is begun in the first tick in which there is a driver."""
+        """Get ready: the worker is begun in the first tick in which there is a driver."""
+        self._claims.start()
 
     def sample(self, now: float, jobs: Sequence[tuple[Job, JobSample]], report: Report) -> None:
         """Fill in the GPUs, what happened to them, and each job's share."""
@@ -63,7 +70,7 @@ class GpuSource:
         report.nvml.CopyFrom(status)
         samples, events = self._devices.report(status, self._client.listed, absent, wall_ns)
         gathered = self._claims.read((job for job, _ in jobs), samples)
-        ownership = resolve(gathered.devices, gathered.claims)
+        ownership = self._resolve(gathered)
         self.unavailable = {f"gpu {name}": reasons.sentence(code) for name, code in absent.items()}
         self.unavailable |= self._claims.unavailable
         for sample in samples:
@@ -73,10 +80,18 @@ class GpuSource:
         for event in events:
             if event.uuid in ownership.devices:
                 event.holders.extend(ownership.devices[event.uuid].holders)
+            _tell(event)
         self._fill_jobs(jobs, samples, gathered, ownership)
         report.gpus.extend(samples)
         report.gpu_events.extend(events)
         self._devices.end_tick()
+
+    def _resolve(self, gathered: Gathered) -> Ownership:
+        """Who holds what; as in the last tick when nobody says anything else."""
+        asked = (gathered.devices, gathered.claims)
+        if self._resolved is None or self._resolved[0] != asked:
+            self._resolved = (asked, resolve(*asked))
+        return self._resolved[1]
 
     def _fill_jobs(
         self,
@@ -86,22 +101,26 @@ class GpuSource:
         ownership: Ownership,
     ) -> None:
         answered = {sample.uuid: sample for sample in samples if sample.state == "ok"}
-        memory = _memory_by_job(samples)
-        own_ns = self._use_by_job(answered, gathered)
+        own_ns = self._use_by_job(answered, gathered, ownership)
         shared: set[str] = set()
         for job, sample in jobs:
-            holds = ownership.jobs[who(job)]
+            one = who(job)
+            holds, memory = ownership.jobs[one], gathered.credited.memory.get(one)
             account = self._accounts.get(job)
             if account is None:
-                if not (holds.holds or holds.conflicts or holds.unknown or job.key in memory):
+                if not (holds.holds or holds.conflicts or holds.unknown or memory):
                     continue
                 account = self._accounts[job] = Account()
-            alone = {h.uuid for h in holds.holds if _alone(h, answered.get(h.uuid), job.key)}
+            alone = {
+                hold.uuid
+                for hold in holds.holds
+                if hold.uuid in answered and _alone(one, hold, gathered, ownership)
+            }
             shared.update(h.uuid for h in holds.holds if h.uuid not in alone and h.uuid in answered)
-            self._fill_job(sample, holds, account, answered, alone, own_ns.get(job.key, {}))
-            if job.key in memory:
-                sample.gpu.memory_bytes = memory[job.key]
-            elif holds.holds and all(_all_resolved(answered.get(hold.uuid)) for hold in holds.holds):
+            self._fill_job(sample, holds, account, answered, alone, own_ns.get(one, {}))
+            if memory is not None:
+                sample.gpu.memory_bytes = memory
+            elif holds.holds and all(_has_no_strangers(answered.get(hold.uuid)) for hold in holds.holds):
                 sample.gpu.memory_bytes = 0  # NVML lists all processes on what it holds: none is the job's
         # NVML tells the use by process of whole GPUs only.
         self._shared = frozenset(
@@ -132,52 +151,64 @@ class GpuSource:
             sample.unavailable["gpu"] = f"no figures of {', '.join(silent[:4])}; see the GPU"
 
     def _use_by_job(
-        self, answered: Mapping[str, GpuSample], gathered: Gathered
-    ) -> dict[str, dict[str, int | None]]:
-        """By job and shared GPU, for how long its processes kept it busy since the last round, in ns."""
-        found: dict[str, dict[str, int | None]] = {}
+        self, answered: Mapping[str, GpuSample], gathered: Gathered, ownership: Ownership
+    ) -> dict[Who, dict[str, int | None]]:
+        """By job and shared GPU, for how long its processes kept it busy since the last round, in ns.
+
+        None where somebody who is not known is on the GPU: that may be a process of the job's.
+        """
+        found: dict[Who, dict[str, int | None]] = {}
         for uuid in self._shared & answered.keys():
             use = self._devices.line(uuid).get("by_process")
             if not isinstance(use, dict) or "by_process" in answered[uuid].unavailable:
                 continue
-            for holder in answered[uuid].holders:
-                found.setdefault(f"{holder.scheduler}/{holder.id}", {}).setdefault(uuid, 0)
-            for number, busy_ns in use.items():
-                key = gathered.listed.get(uuid, {}).get(int(number))
-                if key is not None:
-                    by_gpu = found.setdefault(key, {})
-                    by_gpu[uuid] = (by_gpu.get(uuid) or 0) + busy_ns
+            numbers = gathered.credited.numbers.get(uuid, {})
+            known = None not in gathered.credited.users.get(uuid, ()) and all(int(n) in numbers for n in use)
+            for one, holds in ownership.jobs.items():
+                if any(hold.uuid == uuid for hold in holds.holds):
+                    mine = sum(busy_ns for number, busy_ns in use.items() if numbers.get(int(number)) == one)
+                    found.setdefault(one, {})[uuid] = mine if known else None
         return found
 
     def stop(self) -> None:
         """End the worker, and ask the kubelet no more."""
         self._client.stop()
-        self._claims.close()
+        self._claims.stop()
 
 
-def _alone(hold: GpuHold, sample: GpuSample | None, key: str) -> bool:
-    """Whether all that the GPU does is done for the job `key`, which holds it.
+def _alone(one: Who, hold: GpuHold, gathered: Gathered, ownership: Ownership) -> bool:
+    """Whether all that the GPU, or the instance, does is done for the job, which holds it.
 
-    What was given to one job is that job's, unless another one's process is on it. Where nobody gave it to
-    anybody, it is so only while every process on it is the job's: a variable gives nothing.
+    What was given to one job is that job's, unless another one's process is on it. Where only its own
+    environment gave it to the job, or nobody did, it is so while every process on it is the job's; and a
+    variable that says where to look for GPUs gives nothing.
     """
-    if sample is None or hold.sharers > 1:
+    if hold.sharers > 1 or hold.source in ("environment", "open_files"):
         return False
-    if hold.source in GIVEN:
-        return all(process.job in ("", key) for process in sample.processes)
-    return hold.source == "processes" and all(process.job == key for process in sample.processes)
+    devices = (hold.uuid, *gathered.devices.instances(hold.uuid))
+    users = set().union(*(gathered.credited.users.get(uuid, ()) for uuid in devices))
+    if not users <= ({one, None} if hold.source in GIVEN else {one}):
+        return False
+    key = f"{one.scheduler}/{one.id}", one.run
+    return all(
+        (f"{holder.scheduler}/{holder.id}", holder.run) == key
+        for uuid in devices
+        for holder in ownership.devices[uuid].holders
+    )
 
 
-def _all_resolved(sample: GpuSample | None) -> bool:
-    """Whether it is known of every process on the device whose it is."""
-    return sample is not None and not sample.unresolved_processes and "processes" not in sample.unavailable
+def _has_no_strangers(sample: GpuSample | None) -> bool:
+    """Whether NVML lists all processes on the device, and it is known of each whose it is.
+
+    In a container without the node's pid namespace its lists are empty, however full the memory is.
+    """
+    if sample is None or sample.unresolved_processes or "processes" in sample.unavailable:
+        return False
+    return bool(sample.processes) or sample.memory_used_bytes < _NOBODYS_BYTES
 
 
-def _memory_by_job(samples: Sequence[GpuSample]) -> dict[str, int]:
-    """GPU memory of each job's processes, by the job's key; jobs of which NVML tells none are left out."""
-    found: dict[str, int] = {}
-    for sample in samples:
-        for process in sample.processes:
-            if process.job and process.HasField("memory_bytes"):
-                found[process.job] = found.get(process.job, 0) + process.memory_bytes
-    return found
+def _tell(event: GpuEvent) -> None:
+    """A line in the log: who reads that later has no report of the time."""
+    what = f"Xid {event.xid}" if event.kind == "xid" else f"is {event.kind}"
+    holders = ", ".join(h.name or f"{h.scheduler}/{h.id}" for h in event.holders[:8])
+    _log.warning("GPU %s: %s; held by %s", event.uuid, what, holders or "nobody")

@@ -168,3 +168,35 @@ def test_several_gpus_are_added_up() -> None:
         result, _ = tick(account, holds, gpu(at=at), gpu("GPU-b", at, power_mw=50_000))
     assert (result.measured_ns, result.busy_ns) == (2 * SECOND, SECOND)
     assert (result.power_mw, result.memory_total_bytes) == (150_000, 160 << 30)
+
+
+def test_what_a_gpu_did_between_being_shared_and_not_is_nobodys() -> None:
+    account = Account()
+    tick(account, [hold(sharers=2)], gpu(at=1), own={"GPU-a": 0})
+    result, _ = tick(account, [hold()], gpu(at=601))
+    assert (result.busy_ns, result.energy_mj) == (0, 0)
+    result, _ = tick(account, [hold()], gpu(at=602))
+    assert (result.measured_ns, result.energy_mj) == (SECOND, 100_000)
+
+
+def test_a_reading_of_the_energy_that_cannot_be_true_adds_nothing() -> None:
+    account = Account()
+    for energy in (1000, 2000, 1 << 59, 3000, 4000, *(0, 1 << 60) * 40, 5000, 6000):
+        result, _ = tick(account, [hold()], gpu(energy_mj=energy))
+    assert result.energy_mj == 1000 + 1000 + 1000
+
+
+def test_what_a_job_has_used_stays_known_when_it_holds_nothing_any_more() -> None:
+    account = Account()
+    for at in (1, 2):
+        tick(account, [hold()], gpu(at=at))
+    result, _ = tick(account, [], gpu(at=3))
+    assert (result.energy_mj, result.measured_ns) == (100_000, SECOND)
+
+
+def test_the_reason_for_no_activity_of_sms_is_the_true_one() -> None:
+    profile = GpuProfile(source="gpm", measured_ns=SECOND, sm_active_ns=SECOND)
+    _, missing = tick(Account(), [hold(sharers=2)], gpu(profile=profile), own={"GPU-a": 0})
+    assert "not its alone" in missing["sm_active_ns"]
+    _, missing = tick(Account(), [hold()], gpu())
+    assert "gpu.profiler" in missing["sm_active_ns"]

@@ -222,12 +222,36 @@ def test_pods_that_share_in_time():
 
 def test_two_jobs_that_were_both_given_a_gpu():
     found = resolve(
+        NODE,
+        {POD_1: Claims(pod_resources=[(A, "")]), SLURM_1: Claims(device_cgroup=frozenset({A}))},
+    )
+    assert holders(found, A) == [("kubernetes/ml/one", "pod_resources"), ("slurm/1", "device_cgroup")]
+    assert holds(found, SLURM_1) == [(A, "device_cgroup", 2)]
+    assert found.devices[A].conflicts == [
+        "given to more than one job, and not as shares: "
+        "kubernetes/ml/one (pod_resources), slurm/1 (device_cgroup)"
+    ]
+
+
+def test_two_jobs_whose_slurm_lists_name_one_gpu():
+    found = resolve(NODE, {SLURM_2: claims("SLURM_JOB_GPUS", "2"), SLURM_1: claims("SLURM_STEP_GPUS", "2")})
+    assert holders(found, A) == [("slurm/1", "slurm"), ("slurm/2", "slurm")]
+    assert len(found.devices[A].conflicts) == 1
+
+
+def test_a_list_in_the_environment_takes_no_gpu_from_whom_it_was_given_to():
+    found = resolve(
         NODE, {SLURM_2: claims("SLURM_JOB_GPUS", "2"), SLURM_1: Claims(device_cgroup=frozenset({A}))}
     )
-    assert holders(found, A) == [("slurm/1", "device_cgroup"), ("slurm/2", "slurm")]
-    assert holds(found, SLURM_2) == [(A, "slurm", 2)]
+    assert holders(found, A) == [("slurm/1", "device_cgroup")]
+    assert found.jobs[SLURM_2].conflicts == ["SLURM_JOB_GPUS names GPU-a, which slurm/1 holds"]
+
+
+def test_a_list_in_the_environment_takes_no_gpu_from_whose_process_is_on_it():
+    found = resolve(NODE, {SLURM_1: claims("SLURM_JOB_GPUS", "2"), RUN: Claims(processes={A: 77})})
+    assert holders(found, A) == [("run/train", "processes"), ("slurm/1", "slurm")]
     assert found.devices[A].conflicts == [
-        "given to more than one job, and not as shares: slurm/1 (device_cgroup), slurm/2 (slurm)"
+        "allotted to one job, and used by another: run/train (processes), slurm/1 (slurm)"
     ]
 
 
@@ -245,8 +269,8 @@ def test_a_share_beside_a_whole_gpu_is_a_conflict():
     ],
 )
 def test_who_uses_what_another_was_given_does_not_hold_it(intruder, conflict):
-    found = resolve(NODE, {RUN: intruder, SLURM_1: claims("SLURM_JOB_GPUS", "2")})
-    assert holders(found, A) == [("slurm/1", "slurm")]
+    found = resolve(NODE, {RUN: intruder, SLURM_1: Claims(device_cgroup=frozenset({A}))})
+    assert holders(found, A) == [("slurm/1", "device_cgroup")]
     assert [uuid for uuid, *_ in holds(found, RUN)] == [B]
     assert found.jobs[RUN].conflicts == [conflict]
     assert found.jobs[SLURM_1].conflicts == found.devices[A].conflicts == []

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from expanse_ebpf.gpu.identifiers import Devices
 from expanse_ebpf.gpu.open_files import Opened, OpenFiles
-from expanse_ebpf.gpu.processes import PID_MAX, credit
+from expanse_ebpf.gpu.processes import PID_MAX, Credited, credit
 from expanse_ebpf.wire.collector_pb2 import GpuProcess, GpuSample
 from tests.gpu.made_up_proc import MadeUpProc
 
@@ -22,7 +22,7 @@ class Node:
     def __init__(self, proc: MadeUpProc) -> None:
         self.proc = proc
         self.files = OpenFiles(str(proc.path))
-        self.owners: dict[int, str] = {}
+        self.owners: dict[int, str | None] = {}
         self.samples = {A: GpuSample(uuid=A, minor=0), B: GpuSample(uuid=B, minor=1)}
 
     def with_mig(self) -> None:
@@ -31,13 +31,16 @@ class Node:
 
     def process(self, pid: int, job: str, *opened: str, **others) -> None:
         self.proc.process(pid, *opened, **others)
-        self.owners[pid] = job
+        self.owners[pid] = job or None
 
     def nvml(self, uuid: str, *pids: int, kind: str = "compute") -> None:
         self.samples[uuid].processes.extend(GpuProcess(pid=pid, kind=kind, memory_bytes=pid) for pid in pids)
 
     def credit(self) -> dict[str, dict[str, int]]:
         self.files.look(self.owners)
+        return self.credit_without_looking().uses
+
+    def credit_without_looking(self) -> Credited[str]:
         samples = list(self.samples.values())
         return credit(samples, Devices(samples), self.owners, self.files, CAPS)
 
@@ -175,7 +178,7 @@ def test_an_instance_of_a_process_whose_rights_are_not_known(node):
 
 def test_mps(node):
     server = "/usr/bin/nvidia-cuda-mps-server"
-    node.process(90, "slurm/1", "/dev/nvidia0", "/dev/nvidia-uvm", program=server)
+    node.process(90, "", "/dev/nvidia0", "/dev/nvidia-uvm", program=server)
     node.process(100, "slurm/1", "/dev/nvidia-uvm")
     node.process(200, "slurm/2", "/dev/nvidia0")
     node.process(300, "slurm/3")
@@ -188,6 +191,34 @@ def test_mps(node):
         (200, "slurm/2", True),
         (300, "", False),
     ]
+
+
+def test_a_program_that_calls_itself_the_mps_server_is_its_jobs_all_the_same(node):
+    node.process(90, "slurm/1", "/dev/nvidia0", program="/tmp/nvidia-cuda-mps-server")
+    node.nvml(A, 90)
+    assert node.credit() == {"slurm/1": {A: 90}}
+    assert node.said(A) == [(90, "slurm/1", True)]
+
+
+def test_a_number_of_a_process_that_was_not_looked_at_yet_is_not_taken_for_anothers(node):
+    node.process(300, "unit/other", "/dev/nvidia0", numbers=(300, 4242))
+    node.files.look(node.owners)
+    node.process(4242, "slurm/1", "/dev/nvidia0")
+    node.nvml(A, 4242)
+    assert node.credit_without_looking().uses == {}
+    assert node.samples[A].unresolved_processes == 1
+
+
+def test_who_is_on_a_device_and_what_is_not_known_of_that(node):
+    node.process(100, "slurm/1", "/dev/nvidia0", numbers=(100, 7))
+    node.process(200, "", "/dev/nvidia1")
+    node.nvml(A, 7, 999)
+    node.nvml(B, 200)
+    node.files.look(node.owners)
+    found = node.credit_without_looking()
+    assert found.users == {A: {"slurm/1", None}, B: {None}}
+    assert found.numbers == {A: {7: "slurm/1"}}
+    assert found.memory == {"slurm/1": 7}
 
 
 def test_unified_memory_alone_counts_for_clients_of_mps_alone(node):
@@ -222,8 +253,7 @@ def test_another_process_of_the_same_pid(node):
     node.files.look(node.owners)
     node.proc.restart(100, 99)
     node.nvml(A, 100)
-    samples = list(node.samples.values())
-    assert credit(samples, Devices(samples), node.owners, node.files, CAPS) == {}
+    assert node.credit_without_looking().uses == {}
 
 
 class Looked:
@@ -252,7 +282,7 @@ def test_whatever_nvml_says(processes, listed):
     for uuid, pid, kind in listed:
         samples[uuid == B].processes.append(GpuProcess(pid=pid, kind=kind, memory_bytes=pid))
     owners = {pid: f"run/{pid}" for pid in known}
-    uses = credit(samples, Devices(samples), owners, Looked(known))
+    uses = credit(samples, Devices(samples), owners, Looked(known)).uses
     for minor, sample in enumerate(samples):
         credited = [(p.kind, p.pid) for p in sample.processes if p.job]
         assert len(credited) == len(set(credited))

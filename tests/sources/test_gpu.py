@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from expanse_ebpf.wire.collector_pb2 import GpuSample, JobIdentity, JobSample, R
 
 from ..gpu.kubelet import Kubelet
 from ..gpu.made_up_proc import MadeUpProc
-from ..stand_ins.nvml import StandIn, uuid
+from ..stand_ins.nvml import StandIn, mig_uuid, uuid
 
 INTERVAL_S = 0.15
 GIB = 1 << 30
@@ -36,7 +37,7 @@ class Machine:
         (folder / "proc" / "devices").write_text(DEVICES)
         self.jobs: list[Job] = []
         config = GpuConfig(library=str(gpus.library), profiler=profiler)
-        pods = PodResources(str(kubelet.socket), every_s=0.05) if kubelet is not None else None
+        pods = partial(PodResources, str(kubelet.socket), every_s=0.05) if kubelet is not None else None
         self.source = GpuSource(
             Client(config, INTERVAL_S), ClaimReader(pods, str(folder / "proc")), profiler=profiler
         )
@@ -189,20 +190,97 @@ def test_a_variable_alone_makes_nobody_elses_work_the_jobs(machine: Make) -> Non
     now = time.time_ns() // 1000 - 5_000_000
     job = node.job("run/idle", 4000, gpus=uuid(0))
     node.proc.process(4000)
+    node.proc.process(9000, "/dev/nvidia0")
     node.gpus.processes(0, [(9000, GIB)])
     node.gpus.samples(0, [(now, 80)])
     node.gpus.process_samples(0, [(now, 9000, 1, 0)])
-    report = node.until(lambda r: sample(r, job).gpu.HasField("busy_ns"))
+    for _ in range(4):
+        report = node.tick()
     with node.gpus.batch():
         node.gpus.samples(0, [(now, 80), (now + 10**6, 80)])
         node.gpus.process_samples(0, [(now + 10**6, 9000, 80, 5)])
     report = node.until(lambda r: of(r, 0).busy_ns)
     assert [holder.id for holder in of(report, 0).holders] == ["idle"]
-    assert of(report, 0).unresolved_processes == 1
     gpu = sample(report, job).gpu
-    assert (gpu.busy_ns, gpu.measured_ns) == (0, 10**9)
-    assert not gpu.HasField("power_mw")
-    assert not gpu.HasField("memory_bytes")  # the process that nobody knows may be the job's
+    for name in ("busy_ns", "power_mw", "energy_mj"):
+        assert not gpu.HasField(name)
+        assert f"gpu.{name}" in sample(report, job).unavailable
+
+
+def test_time_of_a_process_that_nobody_knows_may_be_any_jobs(machine: Make) -> None:
+    node = machine()
+    now = time.time_ns() // 1000 - 5_000_000
+    jobs = [node.job(f"run/{name}", pid) for name, pid in (("a", 4000), ("b", 5000))]
+    for pid in (4000, 5000):
+        node.proc.process(pid, "/dev/nvidia0")
+    node.gpus.processes(0, [(4000, GIB), (5000, GIB)])
+    node.gpus.process_samples(0, [(now, 4000, 1, 0)])
+    node.until(lambda r: len(of(r, 0).holders) == 2 and sample(r, jobs[0]).gpu.HasField("busy_ns"))
+    with node.gpus.batch():
+        node.gpus.processes(0, [(4000, GIB), (5000, GIB), (55, GIB)])
+        node.gpus.process_samples(0, [(now + 10**6, 55, 90, 0)])
+    report = node.until(lambda r: of(r, 0).unresolved_processes)
+    for job in jobs:
+        assert not sample(report, job).gpu.HasField("busy_ns")
+        assert "by process" in sample(report, job).unavailable["gpu.busy_ns"]
+
+
+def test_two_users_jobs_of_the_same_name_are_two_jobs(machine: Make) -> None:
+    node = machine()
+    node.proc.process(100, "/dev/nvidia0")
+    node.proc.process(200, "/dev/null")
+    alice, bob = node.job("run/train", 100), node.job("run/train", 200)
+    node.gpus.processes(0, [(100, 7 * GIB)])
+    report = node.until(lambda r: sample(r, alice).gpu.holds)
+    assert sample(report, alice).gpu.memory_bytes == 7 * GIB
+    assert not sample(report, bob).HasField("gpu")
+
+
+def test_who_has_the_whole_gpu_does_not_get_what_another_does_on_an_instance(machine: Make) -> None:
+    node = machine()
+    node.gpus.mig(0, [{}, {}])
+    whole = node.job("slurm/1", gpus="0", variable="SLURM_JOB_GPUS")
+    whole.identity.gpus[:] = [uuid(0)]
+    part = node.job("slurm/2", gpus=mig_uuid(0, 0), variable="SLURM_STEP_GPUS")
+    report = node.until(lambda r: sample(r, part).gpu.holds and sample(r, whole).gpu.holds)
+    for _ in range(3):
+        report = node.tick()
+    assert not sample(report, whole).gpu.HasField("energy_mj")
+    assert "not its alone" in sample(report, whole).unavailable["gpu.power_mw"]
+
+
+def test_a_source_that_failed_and_was_started_again_asks_the_kubelet_again(
+    machine: Make, kubelet: Kubelet
+) -> None:
+    kubelet.give("default", "a", "nvidia.com/gpu", uuid(0))
+    node = machine(kubelet=kubelet)
+    node.job("kubernetes/default/a")
+    node.until(lambda r: of(r, 0).holders)
+    node.source.stop()
+    node.source.start()
+    report = node.until(lambda r: of(r, 0).state == "ok" and of(r, 0).holders)
+    assert of(report, 0).holders[0].id == "default/a"
+
+
+def test_an_empty_list_beside_a_full_memory_is_not_taken_for_nobody(machine: Make) -> None:
+    """As in a container without the node's pid namespace."""
+    node = machine()
+    job = node.job("slurm/5", gpus="1", variable="SLURM_JOB_GPUS")
+    report = node.until(lambda r: sample(r, job).gpu.holds)
+    assert sample(report, job).gpu.memory_bytes == 0
+    assert sample(report, job).gpu.HasField("memory_bytes")
+    node.gpus.set(1, memory_used=64 * GIB)
+    report = node.until(lambda r: of(r, 1).memory_used_bytes == 64 * GIB)
+    assert not sample(report, job).gpu.HasField("memory_bytes")
+
+
+def test_what_happens_to_a_gpu_is_in_the_log(machine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    node = machine()
+    job = node.job("slurm/5", gpus="1", variable="SLURM_JOB_GPUS")
+    node.until(lambda r: sample(r, job).gpu.holds)
+    node.gpus.event(1, 79)
+    node.until(lambda r: r.gpu_events)
+    assert f"GPU {uuid(1)}: Xid 79; held by slurm/5" in caplog.text
 
 
 def test_a_gpu_on_which_only_the_jobs_processes_are_works_for_it_alone(machine: Make) -> None:
