@@ -13,6 +13,7 @@ from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuSample, JobGpu
 
 _BY_PROCESS = "NVML does not tell by process how busy it keeps a GPU that is not its alone"
 _INSTANCE_USE = "NVML tells no use of a MIG instance without the profiler (gpu.profiler)"
+_STRANGER = "it is not known of every process on a GPU that is not its alone whose it is"
 _NO_USE = "NVML has not told yet how busy it is"
 _SHARED_INSTANCE = "several MIG instances lie in one GPU instance, of which alone there is a profile"
 _NOT_WHOLE = "a GPU, or a part of one, is not its alone, and power is measured of whole GPUs"
@@ -81,7 +82,8 @@ class Account:
 
         `samples` by UUID, those of GPUs that have answered in this tick. `alone`: UUIDs of those that work
         for this job only. `own_ns`: how long its own processes kept the others busy since then, None where
-        NVML does not tell. Why a figure is missing goes into `missing`.
+        somebody on one is not known; none where NVML does not tell. Why a figure is missing goes into
+        `missing`.
         """
         before, self._before = self._before, {}
         # With all of its instances a job has the GPU itself, whose figures are theirs too.
@@ -140,7 +142,7 @@ class Account:
                     _SHARED_INSTANCE if now.busy_ns is not None else _INSTANCE_USE
                 )
         elif shared and own_ns.get(hold.uuid) is None:
-            missing["busy_ns"] = missing["measured_ns"] = _BY_PROCESS
+            missing["busy_ns"] = missing["measured_ns"] = _STRANGER if hold.uuid in own_ns else _BY_PROCESS
         elif now.busy_ns is None:
             missing["busy_ns"] = missing["measured_ns"] = sample.unavailable.get("busy_ns", _NO_USE)
 

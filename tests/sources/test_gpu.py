@@ -222,7 +222,7 @@ def test_time_of_a_process_that_nobody_knows_may_be_any_jobs(machine: Make) -> N
     report = node.until(lambda r: of(r, 0).unresolved_processes)
     for job in jobs:
         assert not sample(report, job).gpu.HasField("busy_ns")
-        assert "by process" in sample(report, job).unavailable["gpu.busy_ns"]
+        assert "not known of every process" in sample(report, job).unavailable["gpu.busy_ns"]
 
 
 def test_two_users_jobs_of_the_same_name_are_two_jobs(machine: Make) -> None:
