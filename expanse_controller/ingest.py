@@ -67,6 +67,7 @@ class Figures:
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     jobs_refused: int = 0
     gpus_refused: int = 0
+    gpu_entries_refused: int = 0
     profiles: int = 0
     profile_bytes: int = 0
     profiles_refused: Counter[str] = field(default_factory=Counter)  # by reason
@@ -186,7 +187,9 @@ class Ingest:
                     stream.changed.set()
                 continue
             self.figures.jobs_refused += drop_absurd_jobs(report)
-            self.figures.gpus_refused += drop_absurd_gpus(report)
+            dropped = drop_absurd_gpus(report)
+            self.figures.gpus_refused += dropped.messages
+            self.figures.gpu_entries_refused += dropped.entries
             report.node.CopyFrom(stream.node)
             profiles: Sequence[JobProfile] = ()
             if report.profiles:

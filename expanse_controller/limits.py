@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -31,9 +31,17 @@ MAX_ENTRIES = 256  # labels, containers, GPUs
 MAX_IDENTITY_BYTES = 64 * 1024
 MAX_GPUS = 256  # MIG instances among them
 MAX_GPU_EVENTS = 1000
-MAX_GPU_PROCESSES = 4096
 MAX_GPU_BYTES = 256 * 1024
 MAX_UUID = 128
+# How many entries of a list are kept of GPUs, of their events and of what a job says of them, and in how many
+# bytes when the message is larger than it may be. How long these lists are is up to the nodes' users.
+_GPU_LISTS = {
+    "holders": (MAX_ENTRIES, 48 * 1024),
+    "processes": (4096, 96 * 1024),
+    "conflicts": (MAX_ENTRIES, 48 * 1024),
+}
+_EVENT_LISTS = {"holders": (MAX_ENTRIES, 48 * 1024)}
+_JOB_GPU_LISTS = dict.fromkeys(("holds", "conflicts", "unknown"), (MAX_ENTRIES, 16 * 1024))
 # In one report; profiles beyond are refused.
 MAX_PROFILES = 1000
 MAX_PROFILE_NS = 3600 * 1_000_000_000
@@ -101,11 +109,25 @@ def _is_valid_job(job: JobIdentity) -> bool:
     )
 
 
-def drop_absurd_gpus(report: Report) -> int:
-    """Take out of `report` what it says of GPUs and cannot be; how many messages that were.
+class Dropped(NamedTuple):
+    """What was taken out of a report: whole messages about GPUs, and entries of the lists in others."""
+
+    messages: int
+    entries: int
+
+
+def drop_absurd_gpus(report: Report) -> Dropped:
+    """Take out of `report` what it says of GPUs and cannot be, and the ends of lists that are too long.
 
     A job that loses its GPUs keeps everything else.
     """
+    entries = sum(_shorten(gpu, _GPU_LISTS, MAX_GPU_BYTES) for gpu in report.gpus)
+    entries += sum(_shorten(event, _EVENT_LISTS, MAX_IDENTITY_BYTES) for event in report.gpu_events)
+    entries += sum(
+        _shorten(sample.gpu, _JOB_GPU_LISTS, MAX_IDENTITY_BYTES)
+        for sample in report.jobs
+        if sample.HasField("gpu")
+    )
     dropped = _cut(report.gpus, MAX_GPUS, _is_valid_gpu)
     dropped += _cut(report.gpu_events, MAX_GPU_EVENTS, _is_valid_event)
     for sample in report.jobs:
@@ -115,7 +137,33 @@ def drop_absurd_gpus(report: Report) -> int:
     if report.HasField("nvml") and not _is_valid_nvml(report.nvml):
         report.ClearField("nvml")
         dropped += 1
-    return dropped
+    return Dropped(dropped, entries)
+
+
+def _shorten(message: Any, lists: Mapping[str, tuple[int, int]], most_bytes: int) -> int:
+    """Leave in each of `lists` what it may have, in bytes too if the message is too large; how many go."""
+    is_large = message.ByteSize() > most_bytes
+    gone = 0
+    for name, (most, room) in lists.items():
+        entries = getattr(message, name)
+        before = len(entries)
+        if is_large:
+            kept = list(_fitting(entries, room))[:most]
+            del entries[:]
+            entries.extend(kept)
+        else:
+            del entries[most:]
+        gone += before - len(entries)
+    return gone
+
+
+def _fitting(entries: Iterable[Any], room: int) -> Iterator[Any]:
+    """Those of `entries`, messages or texts, that have room in so many bytes."""
+    for entry in entries:
+        size = len(entry.encode()) if isinstance(entry, str) else entry.ByteSize()
+        if size <= room:
+            room -= size
+            yield entry
 
 
 def _cut(messages: Any, most: int, is_valid: Callable[[Any], bool]) -> int:
@@ -138,31 +186,20 @@ def _is_uuid(text: str) -> bool:
 
 def _is_valid_gpu(gpu: GpuSample) -> bool:
     texts = (gpu.name, gpu.parent_uuid, gpu.pci_bus_id, gpu.serial, gpu.mig_profile, gpu.state)
-    entries = (gpu.holders, gpu.conflicts, gpu.xids, gpu.throttled_ns, gpu.unavailable)
     return (
         _is_uuid(gpu.uuid)
         and max(map(len, texts)) <= MAX_TEXT
-        and max(map(len, entries)) <= MAX_ENTRIES
-        and len(gpu.processes) <= MAX_GPU_PROCESSES
+        and max(len(gpu.xids), len(gpu.throttled_ns), len(gpu.unavailable)) <= MAX_ENTRIES
         and gpu.ByteSize() <= MAX_GPU_BYTES
     )
 
 
 def _is_valid_event(event: GpuEvent) -> bool:
-    return (
-        _is_uuid(event.uuid)
-        and len(event.kind) <= MAX_TEXT
-        and len(event.holders) <= MAX_ENTRIES
-        and event.ByteSize() <= MAX_IDENTITY_BYTES
-    )
+    return _is_uuid(event.uuid) and len(event.kind) <= MAX_TEXT and event.ByteSize() <= MAX_IDENTITY_BYTES
 
 
 def _is_valid_job_gpu(gpu: JobGpu) -> bool:
-    return (
-        max(len(gpu.holds), len(gpu.conflicts), len(gpu.unknown)) <= MAX_ENTRIES
-        and all(_is_uuid(hold.uuid) for hold in gpu.holds)
-        and gpu.ByteSize() <= MAX_IDENTITY_BYTES
-    )
+    return all(_is_uuid(hold.uuid) for hold in gpu.holds) and gpu.ByteSize() <= MAX_IDENTITY_BYTES
 
 
 def _is_valid_nvml(nvml: NvmlStatus) -> bool:

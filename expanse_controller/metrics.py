@@ -90,6 +90,11 @@ def _own(figures: Figures, store_bytes: int) -> Iterator[Metric]:
         value=figures.gpus_refused,
     )
     yield CounterMetricFamily(
+        "expanse_controller_gpu_entries_refused",
+        "Holders, processes, contradictions and names left out of lists about GPUs that are too long.",
+        value=figures.gpu_entries_refused,
+    )
+    yield CounterMetricFamily(
         "expanse_controller_profiles_stored", "Profiles of jobs stored.", value=figures.profiles
     )
     yield CounterMetricFamily(

@@ -73,11 +73,15 @@ def visible(report: Report, uid: int) -> Report:
     )
     if report.HasField("nvml"):
         seen.nvml.CopyFrom(report.nvml)
+    # Where a list of holders was shortened, somebody may be named who is not in the report.
+    shortened = any(words.startswith("…") for gpu in report.gpus for words in gpu.conflicts)
     for job in seen.jobs:
         if job.gpu.conflicts:
             # One that was cut may end in a part of a name.
             job.gpu.conflicts[:] = [
-                HIDDEN_CONFLICT if words.endswith("…") or any(name in words for name in foreign) else words
+                HIDDEN_CONFLICT
+                if shortened or words.endswith("…") or any(name in words for name in foreign)
+                else words
                 for words in job.gpu.conflicts
             ]
     return seen

@@ -79,3 +79,11 @@ def test_a_user_without_jobs_of_their_own_sees_a_report_without_gpus_as_it_is() 
     seen = visible(make_report(1), 65534)
     assert not seen.HasField("nvml")
     assert (len(seen.gpus), len(seen.gpu_events)) == (0, 0)
+
+
+def test_where_holders_are_left_out_no_contradiction_is_told_since_it_may_name_them() -> None:
+    report = gpu_report(1)
+    report.jobs[1].gpu.conflicts.append("CUDA_VISIBLE_DEVICES names GPU-0, which run/secret holds")
+    assert "run/secret" in visible(report, 1001).jobs[0].gpu.conflicts[-1]  # nobody knows that name
+    report.gpus[0].conflicts.append("… and 3 more holders")
+    assert set(visible(report, 1001).jobs[0].gpu.conflicts) == {HIDDEN_CONFLICT}

@@ -38,9 +38,9 @@ GPU_METRICS = (
     _gpu("up", "0 or 1", "1 while NVML answers about the GPU.", "NVML", read.up),
     _gpu("state", "0 or 1", "1 for the state that the GPU is in.", "NVML", read.state, "state"),
     _gpu("timestamp_seconds", "seconds", "When the GPU was last read, by the node's clock (Unix time).", "agent", "time_ns!"),
-    _gpu("holders", "holders", "Jobs and others that hold the GPU; 0: it is free.", "docs/gpu.md", read.holders),
-    _gpu("holder_info", "", "Who holds the GPU, whose word that is, and how many share it. Someone whom the node knows no job of has a name alone.", "docs/gpu.md", read.holder_info, *read.HOLDER_INFO),
-    _gpu("conflicts", "conflicts", "Contradictions about who holds the GPU.", "docs/gpu.md", read.conflicts),
+    _gpu("holders", "holders", "Jobs and others that hold the GPU, as far as they are in the report: at most 64; 0: it is free.", "docs/gpu-ownership.md", read.holders),
+    _gpu("holder_info", "", "Who holds the GPU, whose word that is, and how many share it. Someone whom the node knows no job of has a name alone.", "docs/gpu-ownership.md", read.holder_info, *read.HOLDER_INFO),
+    _gpu("conflicts", "conflicts", "Contradictions about who holds the GPU.", "docs/gpu-ownership.md", read.conflicts),
     _gpu("busy_seconds_total", "seconds", "Time in which a kernel ran; counted from the agent's start.", "NVML's buffer of samples, each once", "busy_ns"),
     _gpu("measured_seconds_total", "seconds", "The time that those samples cover.", "NVML's buffer of samples, each once", "measured_ns"),
     _gpu("utilization_ratio", "ratio", "Share of NVML's last sampling period in which a kernel ran.", "NVML", "utilization"),
@@ -77,7 +77,7 @@ GPU_METRICS = (
     _gpu("persistence_mode", "0 or 1", "1 when the driver stays with the GPU while nobody uses it.", "NVML", "persistence"),
     _gpu("mig_enabled", "0 or 1", "1 when the GPU is divided by MIG.", "NVML", "mig_enabled"),
     _gpu("ecc_enabled", "0 or 1", "1 when ECC is on.", "NVML", "ecc_enabled"),
-    _gpu("processes", "processes", "Processes that NVML lists; those on MIG instances are their GPU's.", "NVML", read.processes("processes")),
+    _gpu("processes", "processes", "Processes that NVML lists; those on MIG instances are their GPU's. Absent: not known, or more than are in the report.", "NVML", read.processes("processes")),
     _gpu("unresolved_processes", "processes", "Of these, those that no process which has the GPU open fits.", "NVML, /proc", read.processes("unresolved_processes")),
     _gpu("rejected_processes", "records", "Records in NVML's list that cannot be true.", "NVML", read.processes("rejected_processes")),
     *(_gpu(f"profile_{name}_seconds_total", "seconds", what, "GPM, or NVML's nearest figure", read.profile(f"{name}_ns"), "source") for name, what in _PROFILE),
@@ -88,8 +88,8 @@ GPU_METRICS = (
 )
 
 JOB_GPU_METRICS = (
-    _job("gpus", "GPUs", "GPUs and MIG instances that the job holds.", "docs/gpu.md", read.held),
-    _job("gpu_hold_info", "", "A GPU or MIG instance that the job holds, whose word that is, and how many share it.", "docs/gpu.md", read.hold_info, *read.HOLD_INFO),
+    _job("gpus", "GPUs", "GPUs and MIG instances that the job holds.", "docs/gpu-ownership.md", read.held),
+    _job("gpu_hold_info", "", "A GPU or MIG instance that the job holds, whose word that is, and how many share it.", "docs/gpu-ownership.md", read.hold_info, *read.HOLD_INFO),
     _job("gpu_busy_seconds_total", "seconds", "Time in which the job's GPUs were busy while it held them, added up; of shared ones the job's part.", "NVML", "gpu.busy_ns"),
     _job("gpu_measured_seconds_total", "seconds", "The time in which that was measured, added up likewise.", "NVML", "gpu.measured_ns"),
     _job("gpu_sm_active_seconds_total", "seconds", "Time in which the SMs of the job's GPUs had a warp, added up.", "GPM", "gpu.sm_active_ns"),
@@ -98,8 +98,8 @@ JOB_GPU_METRICS = (
     _job("gpu_power_watts", "watts", "Power of the GPUs that the job holds alone and whole.", "NVML", "gpu.power_mw"),
     _job("gpu_memory_bytes", "bytes", "GPU memory of the job's processes.", "NVML", "gpu.memory_bytes"),
     _job("gpu_memory_size_bytes", "bytes", "All memory of the GPUs and instances that the job holds.", "NVML", "gpu.memory_total_bytes"),
-    _job("gpu_conflicts", "conflicts", "Contradictions about what GPUs the job holds.", "docs/gpu.md", read.said("conflicts")),
-    _job("gpu_unknown", "names", "GPUs that the job's variables name and the node has not got.", "docs/gpu.md", read.said("unknown")),
+    _job("gpu_conflicts", "conflicts", "Contradictions about what GPUs the job holds.", "docs/gpu-ownership.md", read.said("conflicts")),
+    _job("gpu_unknown", "names", "GPUs that the job's variables name and the node has not got.", "docs/gpu-ownership.md", read.said("unknown")),
 )
 
 NVML_METRICS = (

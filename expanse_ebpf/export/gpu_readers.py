@@ -116,13 +116,16 @@ def _bounded(figures: Iterable[tuple[str, int]], most: int, divisor: float = 1) 
 def processes(field: str) -> Reader:
     """How many processes NVML lists, or a count of some of them; none where there is no list.
 
-    Processes on a MIG instance stand in its GPU's list.
+    Processes on a MIG instance stand in its GPU's list. Where that is not shown whole the counts are known.
     """
 
     def read(gpu: GpuSample) -> Iterator[Row]:
-        if gpu.state == "ok" and not gpu.parent_uuid and "processes" not in gpu.unavailable:
-            value = getattr(gpu, field)
-            yield (), value if isinstance(value, int) else len(value)
+        if gpu.state != "ok" or gpu.parent_uuid:
+            return
+        value = getattr(gpu, field)
+        is_count = isinstance(value, int)
+        if "processes" not in gpu.unavailable or (is_count and gpu.processes):
+            yield (), value if is_count else len(value)
 
     return read
 

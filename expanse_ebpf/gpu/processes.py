@@ -64,7 +64,8 @@ def credit(
     found: Credited[_Owner] = Credited({}, {}, {}, {})
     for sample in samples:
         _reject(sample)
-        users = found.users[sample.uuid] = {None} if sample.rejected_processes else set()
+        incomplete = sample.rejected_processes or "processes" in sample.unavailable
+        users = found.users[sample.uuid] = {None} if incomplete else set()
         for kind in dict.fromkeys(process.kind for process in sample.processes):
             listed = [process for process in sample.processes if process.kind == kind]
             fits = [

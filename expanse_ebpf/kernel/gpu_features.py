@@ -14,25 +14,27 @@ from typing import Any, Literal, NamedTuple
 from expanse_ebpf.kernel.features import PERMISSION, Finding
 from expanse_ebpf.text import clean
 
-# NVML's return codes (nvml.h) that tell why there are no figures, in words, and what helps.
-_NVML = {
-    3: ("the driver has no NVML", ""),
-    4: ("no permission to talk to the driver", "run as root"),
-    9: ("the NVIDIA driver is not loaded", "modprobe nvidia"),
-    10: ("the driver did not answer in time", "see the kernel log"),
-    12: (
-        "no libnvidia-ml.so.1 that can be loaded",
-        "install it with the driver, or set gpu.library to its path",
+# What helps where NVML gives no figures, by the worker's word for the error.
+REMEDIES = {
+    "no_permission": "run as root",
+    "driver_not_loaded": "modprobe nvidia",
+    "timeout": "see the kernel log",
+    "library_not_found": "install it with the driver, or set gpu.library to its path",
+    "gpu_is_lost": "see the kernel log for its Xid",
+    "reset_required": "nvidia-smi --gpu-reset, or boot anew",
+    "operating_system": "let it open /dev/nvidiactl",
+    "driver_library_mismatch": (
+        "load the new driver (stop what uses the GPUs, rmmod, modprobe), or start the container anew"
     ),
-    15: ("a GPU has fallen off the bus", "see the kernel log for its Xid"),
-    16: ("a GPU needs a reset", "nvidia-smi --gpu-reset, or boot anew"),
-    17: ("a device cgroup or the container keeps NVML from the driver", "let it open /dev/nvidiactl"),
-    18: (
-        "the loaded driver and libnvidia-ml.so.1 are of different versions",
-        "load the new driver (stop what uses the GPUs, rmmod, modprobe), or start the container anew",
-    ),
-    999: ("an unknown error in the driver", "see the kernel log"),
+    "unknown_error": "see the kernel log",
 }
+
+
+class Error(NamedTuple):
+    """Why there are no figures, as the worker says it: a word and a sentence."""
+
+    word: str
+    sentence: str
 
 
 class Gpu(NamedTuple):
@@ -41,13 +43,13 @@ class Gpu(NamedTuple):
     name: str = ""
     instances: int | None = None  # of MIG; None: MIG is off
     profiler: str = ""  # gpm | nvml: plain figures in its place | "": not known
-    failed: int = 0  # NVML's error when it gives nothing
+    failed: Error | None = None  # when it gives nothing
 
 
 class Nvml(NamedTuple):
-    """What one question has brought. `code` is NVML's error when it cannot be asked."""
+    """What one question has brought. `error`: it cannot be asked."""
 
-    code: int = 0
+    error: Error | None = None
     driver: str = ""
     cuda: str = ""
     gpus: tuple[Gpu, ...] = ()
@@ -67,20 +69,27 @@ def parse_answer(text: str) -> Nvml | None:
         if "nvml" in said:
             status = said["nvml"]
             if status.get("code"):
-                return Nvml(code=status["code"])
+                return Nvml(error=_error(said, status["code"]))
             found = Nvml(driver=clean(status["driver_version"], 64), cuda=clean(status["cuda_version"], 64))
-            gpus += [Gpu(failed=code) for code in status["absent"].values()]
+            gpus += [Gpu(failed=_error(said, code)) for code in status["absent"].values()]
         elif "device" in said:
-            gpus.append(_gpu(said["device"]))
+            gpus.append(_gpu(said))
         elif "end" in said and found is not None:
             return found._replace(gpus=tuple(gpus))
     return None
 
 
-def _gpu(device: Mapping[str, Any]) -> Gpu:
-    failed = device.get("lost") or device.get("failed") or 0
+def _error(line: Mapping[str, Any], code: int) -> Error:
+    """What a line says of the error `code` in it."""
+    words = line["errors"][str(code)]
+    return Error(clean(words["word"], 64), clean(words["sentence"], 200))
+
+
+def _gpu(line: Mapping[str, Any]) -> Gpu:
+    device = line["device"]
+    failed = device.get("lost") or device.get("failed")
     if failed:
-        return Gpu(failed=failed)
+        return Gpu(failed=_error(line, failed))
     values = device["values"]
     return Gpu(
         name=clean(str(values.get("name", "GPU")), 64),
@@ -119,9 +128,9 @@ def failed(why: str) -> Finding:
 
 def nvml(said: Nvml) -> Finding:
     """The driver, its GPUs and which of them give nothing."""
-    if said.code:
-        cause, remedy = _NVML.get(said.code, ("NVML fails", ""))
-        return Finding("nvml", "warning", f"{cause} (NVML error {said.code}): no GPU figures", remedy)
+    if said.error:
+        remedy = REMEDIES.get(said.error.word, "")
+        return Finding("nvml", "warning", f"{said.error.sentence}: no GPU figures", remedy)
     good = [gpu for gpu in said.gpus if not gpu.failed]
     names = Counter(gpu.name for gpu in good)
     detail = f"driver {said.driver}, CUDA {said.cuda or 'unknown'}: "
@@ -132,10 +141,9 @@ def nvml(said: Nvml) -> Finding:
     broken = Counter(gpu.failed for gpu in said.gpus if gpu.failed)
     if not broken:
         return Finding("nvml", "ok", detail)
-    for code, count in broken.items():
-        detail += f"; {_count(count, 'GPU')} without figures: "
-        detail += f"{_NVML.get(code, ('NVML fails', ''))[0]} (NVML error {code})"
-    return Finding("nvml", "warning", detail, _NVML.get(next(iter(broken)), ("", ""))[1])
+    for error, count in broken.items():
+        detail += f"; {_count(count, 'GPU')} without figures: {error.sentence}"
+    return Finding("nvml", "warning", detail, REMEDIES.get(next(iter(broken)).word, ""))
 
 
 def profiler(said: Nvml, wanted: bool) -> Finding:

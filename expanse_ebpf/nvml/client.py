@@ -35,6 +35,7 @@ _MOST_ENDING = 2  # workers that were killed and hang in the kernel
 _END_S = 0.3  # how long a worker's end is waited for, and then again after SIGKILL
 _MARGIN_S, _CALMER = 0.02, 0.98  # by which a question goes ahead of the next tick; by how much that shrinks
 _MOST_DEVICES = 64
+_MOST_WHY = 300  # characters of the worker's own reason
 _LONGEST_ROUND_NS = 1 << 40
 _STARTING = ("starting", "NVML has not answered yet")
 
@@ -273,7 +274,9 @@ class Client:
         code = error_code(nvml.get("code", 0))
         if code:
             self._failed_to_begin = True
-            self._down(now, reasons.word(code), reasons.sentence(code))
+            why = nvml.get("why")
+            told = clean(why, _MOST_WHY) if isinstance(why, str) and why else reasons.sentence(code)
+            self._down(now, reasons.word(code), told)
             return
         for name in ("driver_version", "nvml_version", "cuda_version"):
             value = nvml.get(name)

@@ -6,6 +6,7 @@ temperature and utilisation belong to the whole GPU. Activity comes from GPM alo
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -32,8 +33,11 @@ class _Instance:
             "uuid": pynvml.nvmlDeviceGetUUID(handle),
             "gpu_instance": pynvml.nvmlDeviceGetGpuInstanceId(handle),
             "compute_instance": pynvml.nvmlDeviceGetComputeInstanceId(handle),
-            "name": pynvml.nvmlDeviceGetName(handle),
+            "name": "",
         }
+        # An instance without a name is one all the same.
+        with contextlib.suppress(pynvml.NVMLError, ValueError):
+            self.identity["name"] = pynvml.nvmlDeviceGetName(handle)
         profile = _PROFILE.search(self.identity["name"])
         self.identity["mig_profile"] = profile[1] if profile else ""
         self._gpm: Gpm | None = None

@@ -31,6 +31,7 @@ from expanse_ebpf.nvml.readings import GpuLostError
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NAME = b"expanse-nvml"  # in ps and top
+_LIBRARY = "libnvidia-ml.so.1"  # where none is configured
 _EMPTY_S = 1.0  # how often the buffers of samples are emptied while no question is due
 COUNT_S = 30.0  # how often the devices are counted
 LOST_S = 5.0  # how often when one is lost: asking for it can take its time
@@ -146,32 +147,54 @@ def _cuda_version() -> str:
 
 
 class _Answers:
-    """Lines to the file descriptor `fd`."""
+    """Lines to the file descriptor `fd`; with `explain`, beside NVML's errors what they mean."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, explain: bool = False) -> None:
         self._fd = fd
+        self._explain = explain
 
     def say(self, number: int, **line: Any) -> None:
         """One line at once: a GPU that was read is told before the next one is asked."""
+        if self._explain and (errors := _errors(line)):
+            why = line.get("nvml", {}).get("why")  # stands beside the error of the beginning alone
+            line["errors"] = {
+                n: {"word": reasons.word(n), "sentence": why or reasons.sentence(n)} for n in errors
+            }
         data = json.dumps({"round": number, **line}, separators=(",", ":")).encode() + b"\n"
         while data:
             data = data[os.write(self._fd, data) :]
 
 
+def _errors(line: dict[str, Any]) -> set[int]:
+    """NVML's errors for which a line has no figures: of all GPUs, of those without a handle, of one."""
+    nvml, device = line.get("nvml", {}), line.get("device", {})
+    found = {nvml.get("code"), *nvml.get("absent", {}).values(), device.get("lost"), device.get("failed")}
+    return found - {None}
+
+
 def _begin(answers: _Answers, question: dict[str, Any], library: str, profiler: bool) -> Worker | None:
-    code = 0
-    if library:
-        try:  # what is loaded already is found by its SONAME, whoever asks for libnvidia-ml.so.1
-            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-        except OSError as error:
-            print(error, file=sys.stderr)
-            code = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    why = _load(library or _LIBRARY)
     worker = Worker(profiler, question.get("seen", {}))
-    code = code or worker.begin()
+    code = reasons.NOT_LOADED if why else worker.begin()
     if code:
-        answers.say(question["round"], nvml={"code": code})
+        answers.say(question["round"], nvml={"code": code, **({"why": why} if why else {})})
         return None
     return worker
+
+
+def _load(library: str) -> str:
+    """Load NVML; why that cannot be. Empty when it is loaded, and when there is none among the system's."""
+    try:  # what is loaded already is found by its SONAME, whoever asks for libnvidia-ml.so.1
+        loaded = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        name, _, reason = str(error).partition(": ")  # of the library, or of one that it needs
+        if name == _LIBRARY and reason.endswith("No such file or directory"):
+            return ""
+        about = reason if name == library else str(error)
+        return f"{library} cannot be loaded: {about}"
+    if not any(hasattr(loaded, name) for name in ("nvmlInit_v2", "nvmlInit")):
+        return f"{library} is not NVML: it has no nvmlInit"
+    return ""
 
 
 def _answer(answers: _Answers, worker: Worker, question: dict[str, Any]) -> None:
@@ -265,7 +288,7 @@ def main(arguments: list[str]) -> int:
     profiler = "--profiler" in arguments
     if "--once" in arguments:
         question = {"round": 1, "at": 0.0}
-        answers = _Answers(1)
+        answers = _Answers(1, explain=True)
         worker = _begin(answers, question, library, profiler)
         if worker is None:
             return _FAILED

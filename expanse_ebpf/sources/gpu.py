@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from expanse_ebpf.gpu.account import Account
+from expanse_ebpf.gpu.bounds import shorten
 from expanse_ebpf.gpu.claims import ClaimReader, Gathered, who
 from expanse_ebpf.gpu.identifiers import Devices
 from expanse_ebpf.gpu.ownership import GIVEN, Claims, JobHolds, Ownership, Who, resolve
@@ -82,6 +83,7 @@ class GpuSource:
                 event.holders.extend(ownership.devices[event.uuid].holders)
             _tell(event)
         self._fill_jobs(jobs, samples, gathered, ownership)
+        shorten(samples, events)
         report.gpus.extend(samples)
         report.gpu_events.extend(events)
         self._devices.end_tick()

@@ -100,31 +100,18 @@ def absurd_gpus() -> dict[str, Report]:
         "a UUID of control characters": made(uuid="GPU\n1"),
         "a long UUID": made(uuid="G" * 200),
         "a long name": made(name="n" * 2000),
-        "many holders": made(holders=[GpuHolder(name=str(n)) for n in range(300)]),
-        "many conflicts": made(conflicts=["x"] * 300),
         "many codes": made(xids=dict.fromkeys(range(300), 1)),
         "many causes": made(throttled_ns={str(n): 1 for n in range(300)}),
         "many reasons": made(unavailable={str(n): "x" for n in range(300)}),
-        "many processes": made(processes=[GpuProcess(pid=n) for n in range(5000)]),
-        "many bytes": made(conflicts=["x" * 2000] * 200),
+        "many bytes": made(unavailable={str(n): "x" * 2000 for n in range(200)}),
         "an event without a UUID": report(1),
-        "an event with many holders": report(1),
         "an event of a long kind": report(1),
-        "an event of many bytes": report(1),
-        "a job with long names": report(1),
         "a job that holds what has no UUID": report(1),
-        "a job that holds many": report(1),
-        "a job with many unknown": report(1),
         "NVML with a long reason": report(1),
     }
     kinds["an event without a UUID"].gpu_events.add(kind="lost")
-    kinds["an event with many holders"].gpu_events.add(uuid="GPU-1", holders=[GpuHolder()] * 300)
     kinds["a job that holds what has no UUID"].jobs[0].gpu.holds.add()
-    kinds["a job that holds many"].jobs[0].gpu.holds.extend([GpuHold(uuid="GPU-1")] * 300)
-    kinds["a job with many unknown"].jobs[0].gpu.unknown.extend(["x"] * 300)
     kinds["an event of a long kind"].gpu_events.add(uuid="GPU-1", kind="k" * 2000)
-    kinds["an event of many bytes"].gpu_events.add(uuid="GPU-1", holders=[GpuHolder(name="n" * 70_000)])
-    kinds["a job with long names"].jobs[0].gpu.unknown.append("x" * 70_000)
     kinds["NVML with a long reason"].nvml.reason = "x" * 5000
     return kinds
 
@@ -148,6 +135,69 @@ def test_absurd_gpu_is_left_out_and_everything_else_stays(
     assert [job.identity.id for job in kept.jobs] == ["123"]
     assert not kept.jobs[0].HasField("gpu")
     assert not kept.HasField("nvml")
+
+
+LONG_NAME = "\U0001f600" * 256  # 1 KiB, as the agent lets it be
+
+
+def long_lists() -> dict[str, tuple[Report, int]]:
+    """Reports as users can make them where the agent does not bound its lists, and how many entries stay."""
+    kinds = {
+        "257 jobs claim a GPU": (report(1), 256),
+        "processes of a long name": (report(1), 94),
+        "5000 processes": (report(1), 4096),
+        "300 contradictions": (report(1), 256),
+        "70 holders of long names see an Xid": (report(1), 47),
+        "300 holders see an Xid": (report(1), 256),
+        "a name larger than an event": (report(1), 1),
+        "a job that holds 300": (report(1), 256),
+        "a job that names what there is not": (report(1), 256),
+        "a job that names it at length": (report(1), 1),
+    }
+    jobs = [GpuHolder(scheduler="slurm", id=str(n), run=n, source="slurm") for n in range(300)]
+    named = [GpuHolder(scheduler="run", id=LONG_NAME, run=n, source="slurm") for n in range(70)]
+    listed = [GpuProcess(pid=n, kind="compute", job=f"run/{LONG_NAME}") for n in range(300)]
+    event = {"uuid": "GPU-1", "kind": "xid", "xid": 31}
+    kinds["257 jobs claim a GPU"][0].gpus.add(uuid="GPU-1", holders=jobs[:257])
+    kinds["processes of a long name"][0].gpus.add(uuid="GPU-1", processes=listed)
+    kinds["5000 processes"][0].gpus.add(uuid="GPU-1", processes=[GpuProcess(pid=n) for n in range(5000)])
+    kinds["300 contradictions"][0].gpus.add(uuid="GPU-1", conflicts=["x"] * 300)
+    kinds["70 holders of long names see an Xid"][0].gpu_events.add(**event, holders=named)
+    kinds["300 holders see an Xid"][0].gpu_events.add(**event, holders=jobs)
+    large = [GpuHolder(name="n" * 70_000), *jobs[:1]]
+    kinds["a name larger than an event"][0].gpu_events.add(**event, holders=large)
+    kinds["a job that holds 300"][0].jobs[0].gpu.holds.extend([GpuHold(uuid="GPU-1")] * 300)
+    kinds["a job that names what there is not"][0].jobs[0].gpu.unknown.extend(["x"] * 300)
+    kinds["a job that names it at length"][0].jobs[0].gpu.unknown.extend(["x" * 70_000, "y"])
+    return kinds
+
+
+def lists(made: Report) -> list[Any]:
+    """All lists about GPUs in a report that are not empty."""
+    parts: list[Any] = [*made.gpus, *made.gpu_events, *(job.gpu for job in made.jobs)]
+    names = ("holders", "processes", "conflicts", "holds", "unknown")
+    return [found for part in parts for name in names if (found := getattr(part, name, None))]
+
+
+@pytest.mark.parametrize("case", long_lists())
+def test_lists_that_users_make_long_lose_their_end_and_nothing_else(
+    case: str, controller: Controller, nodes: Client
+) -> None:
+    refused, entries = "expanse_controller_gpus_refused_total", "expanse_controller_gpu_entries_refused_total"
+    before = {name: metric(controller, name) for name in (refused, entries)}
+    made, stay = long_lists()[case]
+    sender = node(name="lists", boot=f"boot-{before[entries]:.0f}")
+    assert nodes.send(up(made), hello=sender) == [1]
+    (snapshot,) = nodes.snapshot("lists")
+    kept = snapshot.current
+    assert metric(controller, refused) == before[refused]
+    assert metric(controller, entries) == before[entries] + len(lists(made)[0]) - stay
+    assert list(map(len, lists(kept))) == [stay]
+    for part in (kept, made):
+        for found in lists(part):
+            del found[:]
+    assert [list(kept.gpus), list(kept.gpu_events)] == [list(made.gpus), list(made.gpu_events)]
+    assert kept.jobs[0].HasField("gpu") == made.jobs[0].HasField("gpu")
 
 
 def test_gpus_past_the_limit_go_and_the_others_stay(controller: Controller, nodes: Client) -> None:

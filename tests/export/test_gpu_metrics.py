@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expanse_ebpf.export.gpu_metrics import GPU_METRICS
+from expanse_ebpf.export.gpu_metrics import GPU_METRICS, JOB_GPU_METRICS
 from expanse_ebpf.export.gpu_readers import MAX_GPUS, MAX_HOLDERS
 from expanse_ebpf.export.prometheus import clean
 from expanse_ebpf.wire.collector_pb2 import GpuSample, Report
@@ -132,6 +132,10 @@ def test_processes_that_are_not_listed_are_not_zero_processes() -> None:
     assert only(report, "expanse_gpu_processes") == {(): 2}
     assert only(report, "expanse_gpu_unresolved_processes") == {(): 1}
     assert only(report, "expanse_gpu_rejected_processes") == {(): 0}
+    report.gpus[0].unavailable["processes"] = "2 of 300 processes are shown"
+    assert only(report, "expanse_gpu_processes") == {}
+    assert only(report, "expanse_gpu_unresolved_processes") == {(): 1}
+    del report.gpus[0].processes[:]
     report.gpus[0].unavailable["processes"] = "not supported"
     for name in ("processes", "unresolved_processes", "rejected_processes"):
         assert only(report, f"expanse_gpu_{name}") == {}
@@ -279,6 +283,15 @@ def test_any_names_give_a_page_that_parses_without_duplicates(names: list[tuple[
     text = page(report)
     assert len(set(series(text))) == len(series(text))
     assert {labels[0] for labels in values(text, "expanse_gpu_info")} == {clean(i) for i, _, _ in names if i}
+
+
+# ---- where to read on
+
+
+def test_metrics_of_who_holds_what_name_the_document_with_the_rules() -> None:
+    cited = {m.source for m in (*GPU_METRICS, *JOB_GPU_METRICS) if m.source.startswith("docs/")}
+    assert cited == {"docs/gpu-ownership.md"}
+    assert "## The order of trust" in (ROOT / cited.pop()).read_text(encoding="utf-8")
 
 
 # ---- what it costs

@@ -71,8 +71,6 @@ def promtool(tmp_path: Path, reports: tuple[Report, Report], wanted: dict[str, d
     The series begin as in the first report and grow every 15 s by what the second one has more; they are
     asked for six minutes later.
     """
-    found = shutil.which("promtool", path=f"{ROOT / 'build'}:/usr/bin:/usr/local/bin")
-    assert found, "promtool is missing; `make build/promtool` fetches it"
     first, second = (
         {(s.name, *sorted(s.labels.items())): s.value for s in samples(page(r))} for r in reports
     )
@@ -82,16 +80,23 @@ def promtool(tmp_path: Path, reports: tuple[Report, Report], wanted: dict[str, d
         told = ",".join(f"{label}={json.dumps(text)}" for label, text in labels)
         step = second[(name, *labels)] - value
         inputs.append({"series": f"{name}{{{told}}}", "values": f"{value!r}+{step!r}x24"})
+    return ask(tmp_path, inputs, {(query, "6m"): samples_ for query, samples_ in wanted.items()})
+
+
+def ask(tmp_path: Path, inputs: list[dict[str, str]], wanted: dict[tuple[str, str], dict[str, float]]) -> str:
+    """The same of series in promtool's form, which have a value every 15 s; `wanted` by query and time."""
+    found = shutil.which("promtool", path=f"{ROOT / 'build'}:/usr/bin:/usr/local/bin")
+    assert found, "promtool is missing; `make build/promtool` fetches it"
     tests = [
         {
             "expr": f"round({query}, 0.0001)",
-            "eval_time": "6m",
+            "eval_time": time,
             "exp_samples": [
                 {"labels": labels, "value": math.floor(value * 10_000 + 0.5) / 10_000}
                 for labels, value in samples_.items()
             ],
         }
-        for query, samples_ in wanted.items()
+        for (query, time), samples_ in wanted.items()
     ]
     content = {
         "evaluation_interval": "15s",
@@ -218,9 +223,14 @@ def test_a_wrong_figure_would_be_found(tmp_path: Path) -> None:
     assert "got: {} 5.125E+02" in said
 
 
+def examples() -> list[str]:
+    """The document's queries, each in one line."""
+    found = re.findall(r"^```promql\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
+    return [" ".join(example.split()) for example in found]
+
+
 def test_the_examples_of_the_document_work(tmp_path: Path) -> None:
-    examples = re.findall(r"^```promql\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
-    models, jobs, free, job_busy, busy = (" ".join(example.split()) for example in examples)
+    models, jobs, free, job_busy, _, busy = examples()
     later = gpu_node()
     for gpu in later.gpus:
         if not gpu.parent_uuid:
@@ -237,11 +247,27 @@ def test_the_examples_of_the_document_work(tmp_path: Path) -> None:
             '{scheduler="slurm",job_id="4711"}': 650 + 600,
             '{name="default/elsewhere"}': 90,
         },
-        free: {"{}": 80 + 75 + 70 + 65},
+        free: {"{}": 80 + 75 + 70},  # not GPU 7, of which an instance is held
         job_busy: {'{node="gpu017",scheduler="slurm",job_id="4711",run="3"}': 0.2},
         f"sum({busy})": {"{}": 8 * 0.2},
     }
     assert promtool(tmp_path, (gpu_node(), later), wanted) == ""
+
+
+def test_the_first_xid_is_seen_as_later_ones_are(tmp_path: Path) -> None:
+    alarm = examples()[4]
+    new, old, growing = (f'{{xid="{xid}"}}' for xid in (79, 13, 31))
+    inputs = [
+        {"series": f"expanse_gpu_xid_events_total{new}", "values": "_x39 1x40"},  # from 10 min on
+        {"series": f"expanse_gpu_xid_events_total{old}", "values": "3x80"},
+        {"series": f"expanse_gpu_xid_events_total{growing}", "values": "0x39 1x40"},
+    ]
+    wanted = {
+        (f"ceil({query} > 0)", time): samples_
+        for query in (alarm, f"({SAME['DCGM_EXP_XID_ERRORS_COUNT']})")
+        for time, samples_ in (("9m", {}), ("12m", {new: 1.0, growing: 1.0}), ("16m", {}))
+    }
+    assert ask(tmp_path, inputs, wanted) == ""
 
 
 def test_the_forms_of_the_document_parse_and_find_series(tmp_path: Path) -> None:

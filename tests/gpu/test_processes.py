@@ -295,3 +295,12 @@ def test_whatever_nvml_says(processes, listed):
                 assert minor in files.minors or (process.kind == "mps" and files.uvm)
                 assert process.memory_bytes in files.numbers  # the number that NVML said
                 assert uses[process.job][sample.uuid] == process.pid
+
+
+@pytest.mark.parametrize("incomplete", ["processes that cannot be true", "a list that is cut, or none"])
+def test_whoever_is_on_a_list_that_is_not_whole_is_not_known(node, incomplete):
+    if incomplete.startswith("processes"):
+        node.nvml(A, PID_MAX + 1)
+    else:
+        node.samples[A].unavailable["processes"] = "not supported"
+    assert node.credit_without_looking().users == {A: {None}, B: set()}

@@ -15,11 +15,12 @@ import pytest
 from expanse_ebpf.config import Config, GpuConfig
 from expanse_ebpf.kernel import gpu_features, gpu_probe
 from expanse_ebpf.kernel.features import Finding
-from expanse_ebpf.kernel.gpu_features import Gpu, Nvml
+from expanse_ebpf.kernel.gpu_features import REMEDIES, Error, Gpu, Nvml
 from expanse_ebpf.nvml import client, reasons
 from tests.stand_ins.nvml import StandIn
 
 H100 = "NVIDIA H100 80GB HBM3"
+LOST = Error("gpu_is_lost", "the GPU has fallen off the bus (NVML error 15)")
 GOOD = Nvml(driver="535.261.03", cuda="12.2", gpus=(Gpu(H100, profiler="gpm"), Gpu(H100, profiler="gpm")))
 
 
@@ -47,18 +48,12 @@ def gpus(tmp_path: Path) -> StandIn:
         ),
         (GOOD._replace(gpus=(Gpu("A", 1),)), "ok", "MIG: 1 instance on 1 GPU"),
         (
-            GOOD._replace(gpus=(Gpu("A"), Gpu(failed=15))),
+            GOOD._replace(gpus=(Gpu("A"), Gpu(failed=LOST), Gpu(failed=LOST))),
             "warning",
-            "1 A; 1 GPU without figures: a GPU has fallen off the bus (NVML error 15)",
+            "1 A; 2 GPUs without figures: the GPU has fallen off the bus (NVML error 15)",
         ),
-        (
-            GOOD._replace(gpus=(Gpu(failed=77),)),
-            "warning",
-            "1 GPU without figures: NVML fails (NVML error 77)",
-        ),
-        (Nvml(code=9), "warning", "driver is not loaded"),
-        (Nvml(code=18), "warning", "different versions"),
-        (Nvml(code=77), "warning", "NVML fails (NVML error 77): no GPU figures"),
+        (Nvml(error=LOST), "warning", "the GPU has fallen off the bus (NVML error 15): no GPU figures"),
+        (Nvml(error=Error("nvml_error_77", "NVML gives an error")), "warning", "NVML gives an error: no GPU"),
     ],
 )
 def test_nvml_is_never_required(said: Nvml, status: str, words: str) -> None:
@@ -67,8 +62,13 @@ def test_nvml_is_never_required(said: Nvml, status: str, words: str) -> None:
     assert words in finding.detail
 
 
-def test_each_error_that_has_words_here_has_some_in_the_reports_too() -> None:
-    assert all(not reasons.word(code).startswith("nvml_error") for code in gpu_features._NVML)
+def test_each_remedy_is_for_an_error_that_the_worker_has_a_word_for() -> None:
+    assert {reasons.word(code) for code in range(1000)} >= REMEDIES.keys()
+
+
+@pytest.mark.parametrize("said", [GOOD._replace(gpus=(Gpu(failed=LOST),)), Nvml(error=LOST)])
+def test_what_helps_is_said(said: Nvml) -> None:
+    assert gpu_features.nvml(said).remedy == "see the kernel log for its Xid"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_each_error_that_has_words_here_has_some_in_the_reports_too() -> None:
     ],
 )
 def test_whether_there_is_gpm_is_said(profilers: list[str], wanted: bool, status: str, words: str) -> None:
-    gpus = (*(Gpu("A", profiler=p) for p in profilers), Gpu(failed=15))
+    gpus = (*(Gpu("A", profiler=p) for p in profilers), Gpu(failed=LOST))
     finding = gpu_features.profiler(GOOD._replace(gpus=gpus), wanted)
     assert (finding.status, finding.detail.startswith(words)) == (status, True)
 
@@ -169,7 +169,7 @@ def test_a_gpu_that_fails_is_told_beside_one_that_does_not(gpus: StandIn) -> Non
     gpus.fail("*", 15, device=1)
     said = found(GpuConfig(library=str(gpus.library)))
     assert said["nvml"].status == "warning"
-    assert f"1 {H100}; 1 GPU without figures: a GPU has fallen off the bus" in said["nvml"].detail
+    assert f"1 {H100}; 1 GPU without figures: {reasons.sentence(15)}" in said["nvml"].detail
     assert said["gpu profiler"].detail == "switched off (gpu.profiler); GPM on 1 of 1 GPU"
 
 
@@ -179,12 +179,12 @@ def test_a_gpu_whose_profiler_fails_is_not_taken_for_one_that_has_it(gpus: Stand
     assert said["gpu profiler"].detail.startswith("GPM on 1 of 2 GPUs")
 
 
-@pytest.mark.parametrize("code", [9, 12, 18, 999])
+@pytest.mark.parametrize("code", [9, 12, 18, 77, 999])
 def test_why_nvml_cannot_begin_is_told(gpus: StandIn, code: int) -> None:
     gpus.fail("nvmlInit", code)
     said = found(GpuConfig(library=str(gpus.library)))
-    assert f"(NVML error {code})" in said["nvml"].detail
-    assert said["nvml"].status == "warning"
+    assert said["nvml"].detail == f"{reasons.sentence(code)}: no GPU figures"
+    assert (said["nvml"].status, bool(said["nvml"].remedy)) == ("warning", code != 77)
     assert "gpu profiler" not in said
 
 

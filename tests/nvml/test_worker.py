@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.process import _COMMAND as COMMAND
 from tests.nvml.conftest import Asked, MakeWorker
 from tests.stand_ins.nvml import StandIn, uuid
@@ -191,7 +193,30 @@ def test_a_person_can_ask_once(tmp_path: Path) -> None:
     ]
     gpus.fail("nvmlInit", 9)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (3, '{"round":1,"nvml":{"code":9}}\n')
+    assert (result.returncode, json.loads(result.stdout)["nvml"]) == (3, {"code": 9})
+
+
+def test_a_person_is_told_what_the_errors_mean(tmp_path: Path) -> None:
+    gpus = StandIn(tmp_path / "nvml", devices=3)
+    command = [sys.executable, "-m", "expanse_ebpf.nvml.worker", "--once", "--library", str(gpus.library)]
+    gpus.fail("nvmlDeviceGetHandleByIndex", 17, device=0)
+    gpus.fail("nvmlDeviceGetMemoryInfo", 15, device=1)
+    told = [json.loads(line) for line in subprocess.check_output(command, text=True).splitlines()]
+    assert [line.get("errors") for line in told] == [
+        {"17": {"word": "operating_system", "sentence": reasons.sentence(17)}},
+        {"15": {"word": "gpu_is_lost", "sentence": reasons.sentence(15)}},
+        None,
+        None,
+    ]
+    gpus.fail("nvmlInit", 9)
+    begun = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = {"word": "driver_not_loaded", "sentence": "the NVIDIA driver is not loaded (NVML error 9)"}
+    assert json.loads(begun.stdout) == {"round": 1, "nvml": {"code": 9}, "errors": {"9": words}}
+    gpus.library.write_text("no library")
+    begun = subprocess.run(command, capture_output=True, text=True, check=False)
+    (said,) = json.loads(begun.stdout)["errors"].values()
+    why = f"{gpus.library} cannot be loaded: file too short"
+    assert said == {"word": "library_not_loaded", "sentence": why}
 
 
 def test_its_own_memory_and_time_are_told(make_worker: MakeWorker) -> None:
