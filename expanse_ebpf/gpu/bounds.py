@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from expanse_ebpf.gpu.ownership import SOURCES
+from expanse_ebpf.gpu.ownership import MAX_HOLDERS, SOURCES
 
 if TYPE_CHECKING:
     from expanse_ebpf.wire.collector_pb2 import GpuEvent, GpuHolder, GpuProcess, GpuSample
 
-MAX_HOLDERS = 64  # of a GPU, and of an event
 MAX_PROCESSES = 256
 # Room for as many with names of the usual length. With 64 GPUs and all conflicts that each may have, a report
 # is still a message that is sent.

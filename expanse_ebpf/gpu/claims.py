@@ -6,13 +6,12 @@ Each source is a module of its own; here they are asked, and their answers put i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from expanse_ebpf.gpu.device_cgroup import NOTHING, DeviceCgroups
 from expanse_ebpf.gpu.identifiers import Devices, Named
-from expanse_ebpf.gpu.open_files import OpenFiles, parse_mig_minors
+from expanse_ebpf.gpu.open_files import MigMinors, OpenFiles, read_mig_minors
 from expanse_ebpf.gpu.ownership import Claims, Who
 from expanse_ebpf.gpu.pod_resources import Claim, PodResources
 from expanse_ebpf.gpu.processes import Credited, credit
@@ -21,7 +20,6 @@ from expanse_ebpf.jobs.slurm import GPU_SHARE
 from expanse_ebpf.wire.collector_pb2 import GpuSample
 
 _CAPS_S = 30.0  # how often the list of MIG's capability devices is read
-_MAX_CAPS_BYTES = 4 << 20
 
 
 class Gathered(NamedTuple):
@@ -56,11 +54,12 @@ class ClaimReader:
         self._proc = proc
         self._clock = clock
         self._devices = Devices(())
-        self._key: tuple[object, ...] = ()  # of what the devices' names depend on
         self._named: dict[Job, tuple[tuple[str, ...], tuple[Named, Named]]] = {}
-        self._caps: dict[int, tuple[int, int | None, int | None]] = {}
+        self._caps: MigMinors = {}
         self._caps_due = 0.0
         self._why_no_caps = ""
+        # The kubelet's last answer, and what it means with these devices
+        self._said: tuple[Mapping[tuple[str, str], list[Claim]], Devices, dict[str, Claims]] | None = None
         self._answers: dict[Job, int] = {}  # of pods: how often the kubelet had answered when they came
         self.unavailable: dict[str, str] = {}
 
@@ -83,10 +82,11 @@ class ClaimReader:
         owners: dict[int, Who | None] = {pid: who(job) for job in jobs for pid in job.pids or ()}
         # Of no job, but NVML has that number: it may be the host's own process.
         owners |= {p.pid: None for s in samples for p in s.processes if p.pid not in owners}
-        self._files.look(owners.keys())
+        self._files.look(owners.keys(), groups=owners)
         self._read_caps(any(sample.parent_uuid for sample in samples))
+        self._cgroups.look(jobs, samples, self._caps)
         credited = credit(samples, devices, owners, self._files, self._caps)
-        pods = self._claims_of_pods()
+        pods = self._claims_of_pods(devices)
         claims: dict[Who, Claims] = {}
         for job in jobs:
             said = claims[who(job)] = Claims()
@@ -94,25 +94,23 @@ class ClaimReader:
             if samples and said.device_cgroup is None and self._cgroups.reason != NOTHING:
                 self.unavailable["device cgroup"] = f"{job.key}: {self._cgroups.reason}"
             if job.identity.scheduler == "kubernetes":
-                said.pod_resources = self._of_pod(job, pods, devices)
+                said.pod_resources = self._of_pod(job, pods)
             said.slurm, said.environment = self._names(job, devices)
+            if self._cgroups.limited(job):
+                said.environment = _by_name(said.environment)
             said.shared = job.identity.scheduler == "slurm" and GPU_SHARE in job.identity.labels
             said.processes = credited.uses.get(who(job), {})
             said.open_files = self._opened(job, devices)
-        # Pods that have a GPU and no job here: they are holders by their name.
-        for (namespace, name), held in (pods or {}).items():
-            claims[Who(name=f"{namespace}/{name}")] = Claims(pod_resources=_found(held, devices))
+        if pods is not None:  # those that have a GPU and no job here: they are holders by their name
+            known = {job.identity.id for job in jobs if job.identity.scheduler == "kubernetes"}
+            claims |= {Who(name=name): said for name, said in pods.items() if name not in known}
         self._forget(jobs)
         return Gathered(devices, claims, credited)
 
     def _current(self, samples: Sequence[GpuSample]) -> Devices:
         """The devices by their names; the same object as long as nothing about those has changed."""
-        key = tuple(
-            (s.uuid, s.parent_uuid, s.index, s.minor, s.pci_bus_id, s.gpu_instance, s.compute_instance)
-            for s in samples
-        )
-        if key != self._key:
-            self._key, self._devices, self._named = key, Devices(samples), {}
+        if not self._devices.same(samples):
+            self._devices, self._named = Devices(samples), {}
         return self._devices
 
     def _names(self, job: Job, devices: Devices) -> tuple[Named, Named]:
@@ -133,8 +131,7 @@ class ClaimReader:
             return
         self._caps_due, self._why_no_caps = now + _CAPS_S, ""
         try:
-            with Path(f"{self._proc}/driver/nvidia-caps/mig-minors").open("rb") as file:
-                self._caps = parse_mig_minors(file.read(_MAX_CAPS_BYTES).decode("ascii", "replace"))
+            self._caps = read_mig_minors(self._proc)
         except OSError as error:
             self._caps = {}
             self._why_no_caps = self.unavailable["mig capabilities"] = f"{error.filename}: {error.strerror}"
@@ -149,25 +146,30 @@ class ClaimReader:
 
     # ---- pods -------------------------------------------------------------------------------------
 
-    def _claims_of_pods(self) -> dict[tuple[str, str], list[Claim]] | None:
-        """A copy, out of which those that have a job are taken; None: the kubelet does not tell."""
+    def _claims_of_pods(self, devices: Devices) -> dict[str, Claims] | None:
+        """What the kubelet says, by "NAMESPACE/POD"; None: it does not tell."""
         if self._pods is None:
             return None
-        claims = self._pods.claims()
-        if claims is None and self._pods.polls:  # there is a kubelet, or was
-            self.unavailable["pod-resources"] = self._pods.reason
-        return None if claims is None else dict(claims)
+        said = self._pods.claims()
+        if said is None:
+            if self._pods.polls:  # there is a kubelet, or was
+                self.unavailable["pod-resources"] = self._pods.reason
+            return None
+        # Looked up once for each answer: a kubelet may have thousands of pods and shares.
+        if self._said is None or self._said[0] is not said or self._said[1] is not devices:
+            found = {
+                f"{namespace}/{name}": Claims(pod_resources=_found(held, devices))
+                for (namespace, name), held in said.items()
+            }
+            self._said = (said, devices, found)
+        return self._said[2]
 
-    def _of_pod(
-        self, job: Job, pods: dict[tuple[str, str], list[Claim]] | None, devices: Devices
-    ) -> list[tuple[str, str]] | None:
+    def _of_pod(self, job: Job, pods: dict[str, Claims] | None) -> Sequence[tuple[str, str]] | None:
         if pods is None or self._pods is None:
             return None
-        namespace, slash, name = job.identity.id.partition("/")
-        held = pods.pop((namespace, name), None)
-        if held is not None:
-            return _found(held, devices)
-        if not slash:  # its name is not known, so neither is what it was given
+        if job.identity.id in pods:
+            return pods[job.identity.id].pod_resources
+        if "/" not in job.identity.id:  # its name is not known, so neither is what it was given
             return None
         # A pod that is younger than the last answer is not in it yet.
         if job not in self._answers:
@@ -188,3 +190,9 @@ def _found(held: Iterable[Claim], devices: Devices) -> list[tuple[str, str]]:
         meant = devices.find(claim.device_id, "index")
         found += [(uuid, meant.replica) for uuid in meant.uuids] if meant else [(claim.device_id, "")]
     return found
+
+
+def _by_name(named: Named) -> Named:
+    """Without what a number alone names: something limits the job, and within that it may count from 0."""
+    uuids = tuple(uuid for uuid in named.uuids if uuid not in named.by_index)
+    return named._replace(uuids=uuids, by_index=frozenset())

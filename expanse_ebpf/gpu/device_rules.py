@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from expanse_ebpf.errors import UnavailableError
-from expanse_ebpf.gpu.open_files import GPU_MAJOR, parse_majors, parse_mig_minors
+from expanse_ebpf.gpu.open_files import GPU_MAJOR, MigMinors
 from expanse_ebpf.wire.collector_pb2 import GpuSample
 
 # A node that no GPU has: the driver numbers them from 0 to 247; 254 and 255 are nodes of its own.
@@ -72,11 +72,14 @@ class DevicesList:
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         # One rule has to grant all of the access (match_exception); block devices are not asked about.
-        self._rules = [r for r in rules if r.kind != "b" and "r" in r.access and "w" in r.access]
+        self._granted = {
+            (r.major, r.minor) for r in rules if r.kind != "b" and "r" in r.access and "w" in r.access
+        }
 
     def allows(self, major: int, minor: int) -> bool:
         """See Limits."""
-        return any(r.major in (None, major) and r.minor in (None, minor) for r in self._rules)
+        granting = ((major, minor), (major, None), (None, minor), (None, None))
+        return not self._granted.isdisjoint(granting)
 
 
 # ---- GPUs and their device numbers ----------------------------------------------------------------
@@ -87,17 +90,15 @@ class Capabilities:
     """The device numbers of MIG capabilities."""
 
     major: int | None = None
-    minors: Mapping[tuple[int, int, int | None], int] = field(default_factory=dict)  # by GPU, instances
+    minors: Mapping[tuple[int, int | None, int | None], int] = field(
+        default_factory=dict
+    )  # by GPU, instances
 
     @classmethod
-    def parse(cls, devices: str, mig_minors: str) -> Capabilities:
-        """From the texts of /proc/devices and /proc/driver/nvidia-caps/mig-minors; empty ones are allowed."""
-        minors = {
-            (gpu, instance, compute): minor
-            for minor, (gpu, instance, compute) in parse_mig_minors(mig_minors).items()
-            if instance is not None
-        }
-        return cls(parse_majors(devices).get("nvidia-caps"), minors)
+    def of(cls, majors: Mapping[str, int], mig_minors: MigMinors) -> Capabilities:
+        """From what read_majors() and read_mig_minors() have found, which may be nothing."""
+        minors = {place: minor for minor, place in mig_minors.items() if place[1] is not None}
+        return cls(majors.get("nvidia-caps"), minors)
 
 
 class _Instance(NamedTuple):
@@ -106,7 +107,7 @@ class _Instance(NamedTuple):
     capabilities: tuple[int | None, int | None]  # minors; None: not known
 
 
-class Devices:
+class DeviceNumbers:
     """The GPUs and MIG instances of the node, as far as device numbers tell them."""
 
     def __init__(self, samples: Iterable[GpuSample], capabilities: Capabilities) -> None:

@@ -7,10 +7,10 @@ a variable may have UUIDs, of which CUDA takes the beginning too. Inside the age
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from expanse_ebpf.jobs.slurm import parse_cuda, parse_gpus
 from expanse_ebpf.text import clean
 
 if TYPE_CHECKING:
@@ -54,27 +54,60 @@ class Named(NamedTuple):
 NO_LIST = Named()
 
 
+class _Device(NamedTuple):
+    """What tells a device from others. Numbers that are not known are None."""
+
+    uuid: str
+    parent: str  # of a MIG instance: its GPU
+    minor: int | None
+    nvml_index: int | None
+    pci: str
+    gpu_instance: int | None
+    compute_instance: int | None
+
+
+def _device(sample: GpuSample) -> _Device:
+    return _Device(
+        sample.uuid,
+        sample.parent_uuid,
+        sample.minor if sample.HasField("minor") else None,
+        sample.index if sample.HasField("index") else None,
+        sample.pci_bus_id,
+        sample.gpu_instance if sample.HasField("gpu_instance") else None,
+        sample.compute_instance if sample.HasField("compute_instance") else None,
+    )
+
+
 class Devices:
-    """The node's GPUs and MIG instances by all their names. Nothing here raises on whatever name."""
+    """The node's GPUs and MIG instances by all their names. Nothing here raises on whatever name.
+
+    To make one takes a while; it is as good for later samples as long as same() says so.
+    """
 
     def __init__(self, samples: Iterable[GpuSample]) -> None:
-        self.samples = {sample.uuid: sample for sample in samples if sample.uuid}
-        gpus = [sample for sample in self.samples.values() if not sample.parent_uuid]
-        self.by_minor = _unique((s.minor, s.uuid) for s in gpus if s.HasField("minor"))
-        self._by_index = _unique((s.index, s.uuid) for s in gpus if s.HasField("index"))
-        self._by_pci = _unique((pci, s.uuid) for s in gpus if (pci := _pci(s.pci_bus_id)))
+        self._made_of = tuple(map(_device, samples))
+        self._devices = {device.uuid: device for device in self._made_of if device.uuid}
+        gpus = [device for device in self._devices.values() if not device.parent]
+        self.by_minor = _unique((d.minor, d.uuid) for d in gpus if d.minor is not None)
+        self._by_index = _unique((d.nvml_index, d.uuid) for d in gpus if d.nvml_index is not None)
+        self._by_pci = _unique((pci, d.uuid) for d in gpus if (pci := _pci(d.pci)))
         # Without the prefix a UUID is as good.
-        self._by_uuid = _unique((name, uuid) for uuid in self.samples for name in _spellings(uuid))
+        self._by_uuid = _unique((name, uuid) for uuid in self._devices for name in _spellings(uuid))
+        self._sorted = sorted((uuid.lower(), uuid) for uuid in self._devices)
         self._instances: dict[str, list[str]] = {}
-        for sample in self.samples.values():
-            if sample.parent_uuid:
-                self._instances.setdefault(sample.parent_uuid, []).append(sample.uuid)
+        for device in self._devices.values():
+            if device.parent:
+                self._instances.setdefault(device.parent, []).append(device.uuid)
+
+    def same(self, samples: Iterable[GpuSample]) -> bool:
+        """Whether these are the same devices, with the same names and in the same order."""
+        return self._made_of == tuple(map(_device, samples))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.samples)
+        return iter(self._devices)
 
     def __contains__(self, uuid: str) -> bool:
-        return uuid in self.samples
+        return uuid in self._devices
 
     def instances(self, uuid: str) -> Sequence[str]:
         """The MIG instances of a GPU."""
@@ -82,8 +115,8 @@ class Devices:
 
     def parent(self, uuid: str) -> str:
         """The GPU of a MIG instance; empty for a GPU."""
-        sample = self.samples.get(uuid)
-        return sample.parent_uuid if sample is not None else ""
+        device = self._devices.get(uuid)
+        return device.parent if device is not None else ""
 
     def related(self, one: str, other: str) -> bool:
         """Whether two UUIDs are of one device, or of a GPU and an instance of it."""
@@ -124,7 +157,8 @@ class Devices:
         """The one device whose UUID begins like that."""
         if not name.startswith(("gpu-", "mig-")) or len(name) < 5:
             return None
-        found = [uuid for uuid in self.samples if uuid.lower().startswith(name)]
+        first = bisect_left(self._sorted, (name, ""))
+        found = [uuid for lower, uuid in self._sorted[first : first + 2] if lower.startswith(name)]
         return found[0] if len(found) == 1 else None
 
     def _of_instance(self, gpu: str, gi: int, ci: int | None = None) -> tuple[str, ...]:
@@ -132,20 +166,11 @@ class Devices:
         return tuple(
             uuid
             for uuid in self.instances(gpu)
-            if (sample := self.samples[uuid]).HasField("gpu_instance")
-            and sample.gpu_instance == gi
-            and (ci is None or (sample.HasField("compute_instance") and sample.compute_instance == ci))
+            if (device := self._devices[uuid]).gpu_instance == gi
+            and (ci is None or device.compute_instance == ci)
         )
 
     # ---- lists ----------------------------------------------------------------------------------
-
-    def parse_list(self, value: str, numbering: Numbering) -> Named:
-        """The GPUs in the text of a variable, every item on its own."""
-        return self._named(parse_gpus(value), numbering)
-
-    def parse_cuda(self, value: str) -> Named:
-        """The GPUs in CUDA_VISIBLE_DEVICES, of which CUDA reads up to the first item that names none."""
-        return self.named(parse_cuda(value), "CUDA_VISIBLE_DEVICES")
 
     def named(self, names: Iterable[str], variable: str) -> Named:
         """The GPUs that `names`, the items of `variable`, mean."""

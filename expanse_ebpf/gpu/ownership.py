@@ -20,6 +20,7 @@ from expanse_ebpf.wire.collector_pb2 import GpuHold, GpuHolder
 SOURCES = ("device_cgroup", "pod_resources", "slurm", "processes", "environment", "open_files")
 GIVEN = SOURCES[:2]
 
+MAX_HOLDERS = 64  # of a device that are named; the kubelet may share a GPU among thousands
 _MAX_SENTENCES = 20  # of one job or device
 _MAX_SENTENCE = 200  # characters
 
@@ -194,7 +195,7 @@ def resolve(devices: Devices, claims: Mapping[Who, Claims]) -> Ownership:
         for uuid in job.held:
             wanting[uuid].append(job)
     holding = {uuid: _without_intruders(uuid, some) for uuid, some in wanting.items()}
-    held = {uuid: Held([_holder(job) for job in some]) for uuid, some in holding.items()}
+    held = {uuid: _held(some) for uuid, some in holding.items()}
     for uuid, some in holding.items():
         contradiction = _contradiction(uuid, some)
         if contradiction:
@@ -206,7 +207,7 @@ def resolve(devices: Devices, claims: Mapping[Who, Claims]) -> Ownership:
         {
             job.who: JobHolds(
                 [
-                    GpuHold(uuid=uuid, source=job.source, sharers=len(held[uuid].holders))
+                    GpuHold(uuid=uuid, source=job.source, sharers=len(holding[uuid]))
                     for uuid in (devices if job.held else ())
                     if uuid in job.held
                 ],
@@ -241,7 +242,7 @@ def _without_intruders(uuid: str, jobs: list[_Job]) -> list[_Job]:
 
 def _contradiction(uuid: str, jobs: list[_Job]) -> str:
     """What is wrong with `jobs` all holding the device; empty for nothing."""
-    names = ", ".join(f"{job.who} ({job.source})" for job in jobs)
+    names = ", ".join(f"{job.who} ({job.source})" for job in jobs[:MAX_HOLDERS])
     allotted = [job for job in jobs if job.allotted]
     if len(jobs) < 2 or not allotted or all(uuid in job.shares for job in jobs):
         return ""
@@ -256,6 +257,14 @@ def _name_instance_of_others(job: _Job, gpu: str, instance: str, others: Iterabl
         if other.rank < job.rank:
             job.conflicts.append(f"it has all of {gpu} by {job.source}, but {other.who} has {instance} of it")
             held.conflicts.append(f"{job.who} has all of it by {job.source}, but {other.who} has {instance}")
+
+
+def _held(jobs: list[_Job]) -> Held:
+    """The holders, those by the most trusted sources first where not all can be named."""
+    if len(jobs) <= MAX_HOLDERS:
+        return Held([_holder(job) for job in jobs])
+    named = sorted(jobs, key=lambda job: job.rank)[:MAX_HOLDERS]
+    return Held([_holder(job) for job in named], [f"… and {len(jobs) - MAX_HOLDERS} more holders"])
 
 
 def _holder(job: _Job) -> GpuHolder:

@@ -151,7 +151,8 @@ class PodResources:
     def claims(self) -> Claims | None:
         """Claims by (namespace, pod), of pods that have any; None: not known, see `reason`.
 
-        Answers at once. The result is shared: read it only.
+        Answers at once. The result is shared: read it only. It is the same object until a kubelet's answer
+        is another one.
         """
         with self._changed:
             if self._thread is None and not self._closing and self._present():
@@ -216,7 +217,9 @@ class PodResources:
             self._fail(*self._cause(error))
         else:
             with self._changed:
-                self._claims, self._said_at = claims, self._clock()
+                if claims != self._claims:  # the same object tells that nothing has changed
+                    self._claims = claims
+                self._said_at = self._clock()
                 self.answers += 1
 
     def _ask(self) -> bytes:

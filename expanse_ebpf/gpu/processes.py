@@ -9,7 +9,7 @@ So a number alone is nobody's:
    to be another number's no longer fits this one.
 3. Every other number stays unresolved, also one that fits a process in the agent's own namespace and
    another process in a container: either could be meant. So does one that is the number of a process here
-   that was not looked at yet.
+   that was not looked at lately.
 4. An MPS server outside of all jobs is known, and nobody's: what it uses is its clients'. One that a job
    has begun is the job's.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from expanse_ebpf.gpu.identifiers import Devices
-from expanse_ebpf.gpu.open_files import NOTHING, OpenFiles
+from expanse_ebpf.gpu.open_files import MigMinors, OpenFiles
 
 if TYPE_CHECKING:
     from expanse_ebpf.wire.collector_pb2 import GpuSample
@@ -30,7 +30,6 @@ PID_MAX = 1 << 22  # the kernel's own limit
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
 _Owner = TypeVar("_Owner")
-MigMinors = Mapping[int, tuple[int, int | None, int | None]]
 
 
 class Credited(NamedTuple, Generic[_Owner]):
@@ -54,8 +53,7 @@ def credit(
     `owners` has the job of each process that may be meant, None for one of no job; `files` looks at the
     same processes.
     """
-    looked = {pid: files.of(pid) for pid in owners}
-    candidates = {pid: opened for pid, opened in looked.items() if opened is not None and opened.any}
+    candidates = {pid: opened for pid in owners if (opened := files.of(pid)) is not None and opened.any}
     usable = {pid: devices.opened(o.minors, o.caps, mig_minors) for pid, o in candidates.items()}
     by_number: dict[int, list[int]] = defaultdict(list)
     for pid, opened in candidates.items():
@@ -68,16 +66,16 @@ def credit(
         users = found.users[sample.uuid] = {None} if incomplete else set()
         for kind in dict.fromkeys(process.kind for process in sample.processes):
             listed = [process for process in sample.processes if process.kind == kind]
-            fits = [
-                set[int]()
-                if looked.get(process.pid, NOTHING) is None
-                else {
+            fits = []
+            for process in listed:
+                fitting = {
                     pid
                     for pid in by_number.get(process.pid, ())
                     if _has_open(sample.uuid, usable[pid], devices) or (kind == "mps" and candidates[pid].uvm)
                 }
-                for process in listed
-            ]
+                # The process of that very number may have opened the GPU since it was looked at.
+                known = process.pid in fitting or process.pid not in owners or files.fresh(process.pid)
+                fits.append(fitting if known else set())
             for process, settled in zip(listed, _settle(fits), strict=True):
                 process.job, process.resolved = "", settled is not None
                 if settled is None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from expanse_ebpf.gpu import device_cgroup
+from expanse_ebpf.gpu import device_cgroup, device_limits
 from expanse_ebpf.gpu.device_cgroup import DeviceCgroups
+from expanse_ebpf.gpu.device_program import DeviceProgram
+from expanse_ebpf.gpu.device_rules import Rule
 from expanse_ebpf.jobs.job import Job
 from expanse_ebpf.kernel import device_programs
 from expanse_ebpf.kernel.libbpf import BpfError
@@ -298,18 +300,82 @@ def test_what_the_kernel_refuses_is_said(
     assert reason in cgroups.reason
 
 
-def test_a_job_of_too_many_cgroups_is_no_answer(
-    groups: Groups, cgroups: DeviceCgroups, monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_makes_many_cgroups_stays_within_its_own(
+    groups: Groups, cgroups: DeviceCgroups, clock: Clock
 ) -> None:
-    monkeypatch.setattr(device_cgroup, "_MAX_CGROUPS", 3)
     top = groups.make(name="a")
     attach(as_systemd(nodes(0)), top)
-    for name in ("a/b", "a/c"):
-        groups.make(name=name)
-    assert cgroups.allowed(job(v2=top), GPUS) == {"U2"}
+    known = job(v2=top)
+    assert cgroups.allowed(known, GPUS) == {"U2"}
+    for number in range(257):
+        groups.make(name=f"a/{number}")
+    clock.now += 60
+    assert cgroups.allowed(known, GPUS) == {"U2"}
+    assert DeviceCgroups().allowed(known, GPUS) == {"U2"}
+
+
+def test_many_cgroups_of_a_job_whose_own_is_not_limited(
+    groups: Groups, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cgroup, "_MAX_CGROUPS", 3)
+    top, below = groups.make(name="a"), groups.make(name="a/b")
+    groups.make(name="a/c")
+    attach(as_systemd(nodes(0)), below)
+    known = job(v2=top, pids={process_in(below, groups)})
+    assert cgroups.allowed(known, GPUS) == {"U2"}
     groups.make(name="a/d")
-    assert cgroups.allowed(job(v2=top), GPUS) is None
-    assert cgroups.reason == "it has more than 3 cgroups"
+    clock.now += 60
+    assert cgroups.allowed(known, GPUS) == {"U2"}
+    assert not cgroups.limited(known)
+    other = DeviceCgroups()
+    assert other.allowed(known, GPUS) is None
+    assert other.reason == "it has more than 3 cgroups"
+    assert other.limited(known)
+
+
+def test_what_a_job_had_stays_known_when_its_cgroup_is_gone(
+    groups: Groups, cgroups: DeviceCgroups, clock: Clock
+) -> None:
+    v1, v2 = groups.make("devices", "job"), groups.make(name="job")
+    limit(v1, 3)
+    attach(as_systemd(nodes(3)), v2)
+    jobs = [job(v1), job(v2=v2), job(v1, v2)]
+    for one in jobs:
+        assert cgroups.allowed(one, GPUS) == {"U1"}
+        one.pids = frozenset()
+    v1.rmdir()
+    v2.rmdir()
+    for _ in range(3):
+        for one in jobs:
+            assert cgroups.allowed(one, GPUS) == {"U1"}
+            assert cgroups.reason == ""
+            assert not cgroups.limited(one)
+        clock.now += 20
+
+
+def test_what_a_job_had_stays_known_when_its_processes_have_ended(
+    groups: Groups, cgroups: DeviceCgroups, clock: Clock
+) -> None:
+    top, below = groups.make("devices", "job"), groups.make("devices", "job/task_0")
+    limit(below, 3)
+    known = job(top, pids={process_in(below, groups)})
+    assert cgroups.allowed(known, GPUS) == {"U1"}
+    known.pids = frozenset()  # its own cgroup is not limited
+    clock.now += 60
+    assert cgroups.allowed(known, GPUS) == {"U1"}
+    other = groups.make("devices", "job/task_1")
+    known.pids = frozenset({process_in(other, groups)})
+    assert cgroups.allowed(known, GPUS) is None
+    assert not cgroups.limited(known)
+
+
+def test_nothing_limits_is_not_the_same_as_not_known(groups: Groups, cgroups: DeviceCgroups) -> None:
+    free, strange, gone = groups.make(name="a"), groups.make(name="b"), groups.make(name="c") / "gone"
+    attach(instruction(0x85, constant=5) + instruction(0xB7, 0, constant=1) + instruction(0x95), strange)
+    jobs = [job(v2=group) for group in (free, strange, gone)]
+    assert [cgroups.allowed(one, GPUS) for one in jobs] == [None] * 3
+    assert [cgroups.limited(one) for one in jobs] == [False, True, True]
+    assert not cgroups.limited(job())
 
 
 def test_a_program_that_is_replaced_while_it_is_read(
@@ -345,8 +411,10 @@ def test_cgroups_that_end_while_they_are_read(
     monkeypatch.setattr(device_programs, "attached", attached)
     assert cgroups.allowed(known, GPUS) == {"U2"}
     gone.add(str(second))
-    assert cgroups.allowed(known, GPUS) is None
-    assert cgroups.reason == "its cgroups have ended while they were read"
+    assert cgroups.allowed(known, GPUS) == {"U2"}
+    other = DeviceCgroups()
+    assert other.allowed(known, GPUS) is None
+    assert other.reason == "its cgroups have ended while they were read"
 
 
 # ---- reading again
@@ -412,6 +480,7 @@ def test_a_new_cgroup_new_devices_or_first_processes_are_seen_at_once(
     assert cgroups.allowed(known, GPUS[:3]) == {"U2"}
     assert settled() == 0
 
+    clock.now += 5
     below = groups.make(name="a/b")
     cgroups.allowed(known, GPUS)
     assert len(reads.queries) == 1
@@ -435,3 +504,246 @@ def test_jobs_that_nobody_asks_about_are_forgotten(
         cgroups.allowed(job(v2=group), GPUS)
         clock.now += 10
     assert len(cgroups._answers) < 20
+
+
+# ---- many jobs
+
+
+def made_up(folder: Path, minor: int, below: int = 0) -> Job:
+    """A job with a v1 group, which is made up, and some groups below that."""
+    for name in ("", *(f"/{number}" for number in range(below))):
+        group = Path(f"{folder}{name}")
+        group.mkdir()
+        (group / "devices.list").write_text(f"c 195:{minor} rwm\n")
+        (group / "cgroup.procs").write_text("")
+    return job(folder)
+
+
+class Calls:
+    """Counts the calls of a function of the module."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.first: list[object] = []  # arguments
+        real = getattr(device_cgroup, name)
+
+        def count(*arguments: object) -> object:
+            self.first.append(arguments[0])
+            return real(*arguments)
+
+        monkeypatch.setattr(device_cgroup, name, count)
+
+    def taken(self) -> list[object]:
+        first, self.first = self.first, []
+        return first
+
+
+def test_the_devices_are_looked_through_once_for_all_jobs(
+    tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [made_up(tmp_path / str(number), number % 4) for number in range(8)]
+    keys = Calls("_key", monkeypatch)
+    for _ in range(3):
+        cgroups.look(jobs, GPUS)
+        assert [cgroups.allowed(one, GPUS) for one in jobs] == [{"U2"}, {"U3"}, {"U0"}, {"U1"}] * 2
+        clock.now += 10
+    assert len(keys.first) == 3
+    assert cgroups.allowed(jobs[0], list(GPUS[:2])) == set()  # other devices than those of the round
+    cgroups.look(jobs, GPUS)
+    one_more = made_up(tmp_path / "more", 0)
+    assert cgroups.allowed(one_more, GPUS) == {"U2"}
+
+
+def test_the_capabilities_that_the_caller_has_read_are_taken(
+    groups: Groups, cgroups: DeviceCgroups, tmp_path: Path, clock: Clock
+) -> None:
+    (tmp_path / "devices").write_text("Character devices:\n236 nvidia-caps\n")
+    samples = [GpuSample(uuid="A", minor=0)]
+    samples += [
+        GpuSample(uuid=f"A{i}", parent_uuid="A", minor=0, gpu_instance=i, compute_instance=0) for i in (1, 2)
+    ]
+    group = groups.make()
+    attach(as_runc([*nodes(0), Allow(major=236, minor=7), Allow(major=236, minor=8)]), group)
+    known, cgroups = job(v2=group), DeviceCgroups(str(tmp_path), clock)
+    cgroups.look([known], samples, {7: (0, 1, None), 8: (0, 1, 0), 9: (0, 2, None), 10: (0, 2, 0)})
+    assert cgroups.allowed(known, samples) == {"A1"}
+
+
+def test_no_more_instructions_are_followed_in_a_round_than_its_allowance(
+    groups: Groups, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cgroup, "_STEPS", 60)
+    jobs = []
+    for number in range(8):
+        group = groups.make(name=str(number))
+        attach(as_runc([*nodes(number % 4), Allow(major=number)]), group)
+        jobs.append(job(v2=group))
+    real = DeviceProgram._run
+    followed = [0]
+
+    def count(self: DeviceProgram, context: bytes) -> bool:
+        before = self.steps
+        try:
+            return real(self, context)
+        finally:
+            followed[0] += self.steps - before
+
+    monkeypatch.setattr(DeviceProgram, "_run", count)
+    rounds = 0
+    while any(cgroups.limited(one) for one in jobs) or not rounds:
+        followed[0] = 0
+        cgroups.look(jobs, GPUS)
+        assert 0 < followed[0] < 120
+        for number, one in enumerate(jobs):
+            answer = cgroups.allowed(one, GPUS)
+            assert answer == {f"U{(number + 2) % 4}"} or (answer is None and cgroups.limited(one))
+        clock.now += 1
+        rounds += 1
+    assert 3 < rounds < 40
+
+
+def test_what_was_known_counts_until_a_new_program_is_followed(
+    groups: Groups, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = groups.make()
+    attach(as_systemd(nodes(0)), group)
+    known = job(v2=group)
+    assert cgroups.allowed(known, GPUS) == {"U2"}
+    attach(as_systemd(nodes(1)), group)
+    clock.now += 30
+    monkeypatch.setattr(device_cgroup, "_STEPS", 1)
+    answers = []
+    for _ in range(8):  # a device in each
+        answers.append(cgroups.allowed(known, GPUS))
+        clock.now += 1
+    assert answers[0] == {"U2"}
+    assert answers[-1] == {"U3"}
+
+
+def test_equal_programs_are_followed_once(
+    groups: Groups, cgroups: DeviceCgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [job(v2=groups.make(name=str(number))) for number in range(6)]
+    for number, one in enumerate(jobs):
+        attach(as_runc([*COMMON, *nodes(number % 2)]), Path(one.directories["unified"]))
+    runs = [0]
+    real = DeviceProgram._run
+
+    def count(self: DeviceProgram, context: bytes) -> bool:
+        runs[0] += 1
+        return real(self, context)
+
+    monkeypatch.setattr(DeviceProgram, "_run", count)
+    cgroups.look(jobs, GPUS)
+    assert [cgroups.allowed(one, GPUS) for one in jobs] == [{"U2"}, {"U3"}] * 3
+    assert runs[0] == 2 * 4  # the GPUs; that one is denied is enough
+
+
+def test_equal_lists_are_read_once(
+    tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = device_limits.parse_devices_list
+
+    def count(text: str) -> list[Rule]:
+        read.append(text)
+        return real(text)
+
+    monkeypatch.setattr(device_limits, "parse_devices_list", count)
+    jobs = [made_up(tmp_path / str(number), number % 2) for number in range(6)]
+    for _ in range(3):
+        cgroups.look(jobs, GPUS)
+        clock.now += 30
+    assert [cgroups.allowed(one, GPUS) for one in jobs] == [{"U2"}, {"U3"}] * 3
+    assert sorted(read) == ["c 195:0 rwm\n", "c 195:1 rwm\n"]
+
+
+def test_what_is_kept_of_programs_and_lists_is_bounded(
+    groups: Groups, tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_MAX_IDS", "_MAX_PROGRAMS", "_MAX_LISTS"):
+        monkeypatch.setattr(device_limits, name, 3)
+    jobs = [made_up(tmp_path / str(number), number) for number in range(5)]
+    for number in range(5):
+        group = groups.make(name=str(number))
+        attach(as_runc([*nodes(number), Allow(major=1)]), group)
+        jobs.append(job(v2=group))
+    for _ in range(2):
+        cgroups.look(jobs, GPUS)
+        assert [cgroups.allowed(one, GPUS) for one in jobs] == [{"U2"}, {"U3"}, {"U0"}, {"U1"}, set()] * 2
+        clock.now += 30
+    reader = cgroups._reader
+    assert len(reader._by_id) == len(reader._by_code) == len(reader._by_text) == 3
+    (tmp_path / "0/devices.list").write_text("c 195:0 rwm\n" + "c 1:3 m\n" * 600)
+    assert cgroups.allowed(jobs[0], [*GPUS]) == {"U2"}
+    assert max(map(len, reader._by_text)) < 4096
+
+
+def test_the_cgroups_of_many_jobs_are_looked_at_in_turn(
+    tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cgroup, "_STATES", 20)
+    jobs = [made_up(tmp_path / str(number), 0, below=9) for number in range(4)]
+    for _ in range(3):
+        clock.now += 5
+        cgroups.look(jobs, GPUS)
+    states = Calls("state", monkeypatch)
+    (tmp_path / "3/7/new").mkdir()
+    (tmp_path / "3/7/devices.list").write_text("c 195:1 rwm\n")
+    (tmp_path / "3/7/cgroup.procs").write_text("1\n")
+    rounds = 0
+    clock.now += 1
+    while cgroups.allowed(jobs[3], GPUS) != {"U3"}:
+        cgroups.look(jobs, GPUS)
+        assert len(states.taken()) <= 20
+        clock.now += 1
+        rounds += 1
+        assert rounds <= 5
+
+
+def test_no_more_cgroups_are_read_in_a_round_than_its_allowance_and_every_job_has_its_turn(
+    tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cgroup, "_CGROUPS", 30)
+    jobs = [made_up(tmp_path / str(number), 0, below=9) for number in range(12)]
+    trees = Calls("read_tree", monkeypatch)
+    for _ in range(4):
+        cgroups.look(jobs, GPUS)
+        assert len(trees.taken()) == 3
+        clock.now += 1
+    assert [cgroups.allowed(one, GPUS) for one in jobs] == [{"U2"}] * 12
+
+
+def test_jobs_that_change_all_the_time_keep_no_other_waiting(
+    tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cgroup, "_CGROUPS", 10)
+    restless = [made_up(tmp_path / str(number), 0, below=5) for number in range(5)]
+    cgroups.look(restless, GPUS)
+    trees = Calls("read_tree", monkeypatch)
+    newcomer: Job | None = None
+    for tick in range(60):
+        clock.now += 1
+        for one in restless:
+            (Path(one.directories["devices"]) / f"new-{tick}").mkdir()
+            if tick:
+                (Path(one.directories["devices"]) / f"new-{tick - 1}").rmdir()
+        if tick == 30:
+            newcomer = made_up(tmp_path / "newcomer", 1)
+        cgroups.look([*restless, *([newcomer] if newcomer else [])], GPUS)
+        if tick == 34:
+            assert newcomer is not None
+            assert cgroups.allowed(newcomer, GPUS) == {"U3"}
+            assert str(tmp_path / "newcomer") in trees.first
+
+
+def test_a_job_that_changes_all_the_time_is_read_now_and_then(
+    tmp_path: Path, cgroups: DeviceCgroups, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restless = made_up(tmp_path / "restless", 0)
+    trees = Calls("read_tree", monkeypatch)
+    for tick in range(90):
+        (tmp_path / f"restless/new-{tick}").mkdir()
+        cgroups.look([restless], GPUS)
+        clock.now += 1
+    # In each 30 s 5 times after a change, and then every 5 s
+    assert len(trees.first) <= 3 * (5 + 6)

@@ -334,3 +334,19 @@ def test_random_instructions_end_in_a_verdict_or_are_not_understood(code: bytes,
     program = DeviceProgram(PROLOGUE + code if prologue else code)
     with contextlib.suppress(NotUnderstoodError):
         assert program.allows(195, 7) in (True, False)
+
+
+def test_a_verdict_is_worked_out_once() -> None:
+    program = DeviceProgram(as_runc(USUAL))
+    assert not program.knows(195, 0)
+    assert program.allows(195, 0)
+    steps = program.steps
+    assert 0 < steps < MAX_STEPS
+    assert program.knows(195, 0)
+    assert program.allows(195, 0)
+    assert program.steps == steps
+    strange = DeviceProgram(instruction(0xB7, 0) * 9 + instruction(0x85, constant=5))
+    for _ in range(2):
+        with pytest.raises(NotUnderstoodError, match="instruction 9 calls a function"):
+            strange.allows(195, 0)
+    assert strange.steps == 10

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expanse_ebpf.errors import UnavailableError
-from expanse_ebpf.gpu.device_rules import Capabilities, Devices, DevicesList, Rule, parse_devices_list
+from expanse_ebpf.gpu.device_rules import Capabilities, DeviceNumbers, DevicesList, Rule, parse_devices_list
+from expanse_ebpf.gpu.open_files import parse_majors, parse_mig_minors
 from expanse_ebpf.wire.collector_pb2 import GpuSample
 
 # ---- devices.list
@@ -81,7 +82,7 @@ gpu0/gi2/ci1/access 23
 gpu1/gi1/access 147
 gpu1/gi1/ci0/access 148
 """
-CAPABILITIES = Capabilities.parse(PROC_DEVICES, MIG_MINORS)
+CAPABILITIES = Capabilities.of(parse_majors(PROC_DEVICES), parse_mig_minors(MIG_MINORS))
 
 # NV-01: NVML's indexes 0..3 are the minors 2, 3, 0, 1.
 PLAIN = [gpu("U0", 2), gpu("U1", 3), gpu("U2", 0), gpu("U3", 1)]
@@ -101,7 +102,7 @@ COMMON = "c 195:255 rw\nc 195:254 rw\nc 1:3 rwm\n"
 def allowed(
     samples: list[GpuSample], text: str, capabilities: Capabilities = CAPABILITIES
 ) -> set[str] | None:
-    devices = Devices(samples, capabilities)
+    devices = DeviceNumbers(samples, capabilities)
     said = devices.allowed(DevicesList(parse_devices_list(COMMON + text)))
     return None if said is None else set(devices.with_whole(said))
 
@@ -138,7 +139,7 @@ class Denials:
 
 
 def test_where_some_are_denied_the_others_are_an_answer() -> None:
-    plain = Devices(PLAIN, CAPABILITIES)
+    plain = DeviceNumbers(PLAIN, CAPABILITIES)
     assert plain.allowed(Denials((195, 1), (195, 2))) == {"U1", "U2"}
     assert plain.allowed(Denials(*((195, m) for m in range(4)))) == set()
     assert plain.allowed(Denials((1, 3))) is None
@@ -184,7 +185,7 @@ def test_capabilities_that_tell_nothing_apart_are_no_answer() -> None:
 
 def test_denied_instances_leave_those_of_the_job() -> None:
     others = [(236, minor) for minor in (21, 22, 23, 147, 148)]
-    devices = Devices(MIXED, CAPABILITIES)
+    devices = DeviceNumbers(MIXED, CAPABILITIES)
     assert devices.allowed(Denials(*others, (195, 1), (195, 2))) == {"A1"}
     # All of A's instances are the job's, and B's are not
     assert devices.allowed(Denials((236, 147), (236, 148), (195, 1), (195, 2))) == {"A1", "A2", "A3"}
@@ -194,10 +195,10 @@ def test_denied_instances_leave_those_of_the_job() -> None:
     "capabilities",
     [
         Capabilities(),
-        Capabilities.parse("", MIG_MINORS),
-        Capabilities.parse(PROC_DEVICES, ""),
-        Capabilities.parse(PROC_DEVICES, "gpu0/gi1/access 12\n"),
-        Capabilities.parse("Block devices:\n236 nvidia-caps\n", MIG_MINORS),
+        Capabilities.of({}, parse_mig_minors(MIG_MINORS)),
+        Capabilities.of(parse_majors(PROC_DEVICES), {}),
+        Capabilities.of(parse_majors(PROC_DEVICES), parse_mig_minors("gpu0/gi1/access 12\n")),
+        Capabilities.of(parse_majors("Block devices:\n236 nvidia-caps\n"), parse_mig_minors(MIG_MINORS)),
     ],
 )
 def test_without_the_numbers_of_capabilities_nothing_is_guessed(capabilities: Capabilities) -> None:

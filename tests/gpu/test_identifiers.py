@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expanse_ebpf.gpu.identifiers import Devices, Found
+from expanse_ebpf.jobs.slurm import parse_cuda, parse_gpus
 from expanse_ebpf.wire.collector_pb2 import GpuSample, JobIdentity
 
 UUIDS = [f"GPU-{c * 8}-0000-0000-0000-00000000000{n}" for n, c in enumerate("abcd")]
@@ -70,8 +71,8 @@ A, B, C, D = UUIDS
     ],
 )
 def test_a_list_of_names(value, by_minor, by_index, unknown):
-    assert NODE.parse_list(value, "minor")[:2] == (by_minor, unknown)
-    assert NODE.parse_list(value, "index")[:2] == (by_index, unknown)
+    assert NODE.named(parse_gpus(value), "SLURM_JOB_GPUS")[:2] == (by_minor, unknown)
+    assert NODE.named(parse_gpus(value), "NVIDIA_VISIBLE_DEVICES")[:2] == (by_index, unknown)
 
 
 def test_the_device_list_of_a_cgroup():
@@ -84,6 +85,79 @@ def test_an_abbreviated_uuid_that_fits_two_names_none():
     devices = Devices([GpuSample(uuid="GPU-aa1"), GpuSample(uuid="GPU-aa2")])
     assert devices.find("GPU-aa") is None
     assert devices.find("GPU-aa2") == Found(("GPU-aa2",))
+
+
+class Text(str):
+    """A string that counts how often it is compared."""
+
+    compared = 0
+
+    def startswith(self, *arguments):
+        Text.compared += 1
+        return super().startswith(*arguments)
+
+    def __lt__(self, other):
+        Text.compared += 1
+        return super().__lt__(other)
+
+
+class Unsearched(dict):
+    """A dictionary that may be asked, but not gone through."""
+
+    def __iter__(self):
+        raise AssertionError
+
+
+def test_a_name_that_nobody_has_is_not_compared_with_every_device():
+    devices = Devices([GpuSample(uuid=f"GPU-{number:06x}-0000") for number in range(0, 4096, 2)])
+    devices._sorted = [(Text(lower), uuid) for lower, uuid in devices._sorted]
+    devices._devices = Unsearched(devices._devices)
+    Text.compared = 0
+    assert devices.find("gpu-000801") is None
+    assert devices.find("gpu-000802") == Found(("GPU-000802-0000",))
+    assert devices.find("gpu-0008") is None
+    assert devices.find("gpu-0") is None
+    assert devices.find("gpu-ffffff") is None
+    assert Text.compared < 5 * 20
+
+
+@given(
+    st.lists(st.text("aAb-", max_size=4).map(lambda end: f"GPU-{end}"), max_size=9),
+    st.text("ab-", min_size=1, max_size=3),
+)
+def test_the_beginning_of_exactly_one_uuid_names_it(uuids, beginning):
+    found = Devices([GpuSample(uuid=uuid) for uuid in uuids]).find(f"gpu-{beginning}")
+    fits = {uuid for uuid in uuids if uuid.lower().startswith(f"gpu-{beginning}")}
+    if len(fits) == 1:
+        assert found == Found(tuple(fits))
+    elif f"gpu-{beginning}" not in {uuid.lower() for uuid in uuids}:
+        assert found is None
+
+
+def test_devices_are_the_same_until_one_of_their_names_is_another():
+    samples = with_mig()
+    devices = Devices(samples)
+    later = with_mig()
+    later[1].memory_used_bytes = 1 << 30
+    later[1].holders.add(id="slurm/1")
+    assert devices.same(later)
+    assert not devices.same(later[:-1])
+    assert not devices.same(reversed(later))  # their order is that of the report
+    for change in (
+        {"uuid": "GPU-new"},
+        {"minor": 9},
+        {"index": 9},
+        {"pci_bus_id": "0000:ff:00.0"},
+        {"parent_uuid": A},
+        {"gpu_instance": 9},
+        {"compute_instance": 9},
+    ):
+        changed = with_mig()
+        changed[2].MergeFrom(GpuSample(**change))
+        assert not devices.same(changed), change
+    without = with_mig()
+    without[2].ClearField("minor")  # it is 0
+    assert not devices.same(without)
 
 
 def test_an_uuid_that_begins_like_another_is_itself():
@@ -132,7 +206,7 @@ def test_instances_and_shares(name, found):
 
 
 def test_shares_in_a_list():
-    named = NODE.parse_list(f"{A}::1,{A}::0,{B}", "index")
+    named = NODE.named([f"{A}::1", f"{A}::0", B], "NVIDIA_VISIBLE_DEVICES")
     assert named.uuids == (A, B)
     assert named.replicas == ((A, "1"), (A, "0"))
 
@@ -157,7 +231,7 @@ def test_an_old_drivers_name_of_an_instance():
     ],
 )
 def test_cuda_reads_up_to_the_first_that_is_none(value, uuids, unknown):
-    assert NODE.parse_cuda(value)[:2] == (uuids, unknown)
+    assert NODE.named(parse_cuda(value), "CUDA_VISIBLE_DEVICES")[:2] == (uuids, unknown)
 
 
 def test_other_lists_are_read_to_their_end():
@@ -234,10 +308,9 @@ texts = st.text(max_size=40) | st.sampled_from(
 def test_hostile_names_never_raise(value, numbering):
     for node in (NODE, MIG_NODE, Devices([])):
         node.find(value, numbering)
-        named = node.parse_list(value, numbering)
-        assert set(named.uuids) <= set(node)
-        node.parse_cuda(value)
-        node.named([value], "SLURM_JOB_GPUS")
+        for variable in ("SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+            for names in ([value], parse_gpus(value), parse_cuda(value)):
+                assert set(node.named(names, variable).uuids) <= set(node)
 
 
 @given(
@@ -246,5 +319,6 @@ def test_hostile_names_never_raise(value, numbering):
 def test_absurd_devices_never_raise(samples):
     devices = Devices(samples)
     assert set(devices) == {s.uuid for s in samples} - {""}
-    devices.parse_list("0,1,2,3,GPU-a", "minor")
+    assert devices.same(samples)
+    devices.named(["0", "1", "2", "3", "GPU-a"], "SLURM_JOB_GPUS")
     devices.opened(range(4), range(99), CAPS)

@@ -337,15 +337,142 @@ def test_the_dead_are_forgotten(proc, files):
 
 def test_capabilities_of_a_real_major(holders, tmp_path, monkeypatch):
     """With /proc/devices at hand only the driver's own major numbers count."""
-    monkeypatch.setattr(OpenFiles, "_read", reading(OpenFiles._read, "Character devices:\n  1 nvidia-caps\n"))
+    monkeypatch.setattr(open_files, "_read", reading("Character devices:\n  1 nvidia-caps\n"))
     pid = holders.hold(device(tmp_path / "nvidia-cap30", 1, 3))
     assert look(pid).caps == {3}
-    monkeypatch.setattr(OpenFiles, "_read", reading(OpenFiles._read, "Character devices:\n  1 mem\n"))
+    monkeypatch.setattr(open_files, "_read", reading("Character devices:\n  1 mem\n"))
     assert look(pid) == NOTHING
 
 
-def reading(read, devices: str):
-    def changed(self, path: str, limit: int) -> bytes:
-        return devices.encode() if path.endswith("/devices") else read(self, path, limit)
+REALLY_READ = open_files._read
+
+
+def reading(devices: str):
+    def changed(path: str, limit: int) -> bytes:
+        return devices.encode() if path.endswith("/devices") else REALLY_READ(path, limit)
 
     return changed
+
+
+# ---- nobody keeps others waiting ----
+
+
+def test_a_job_of_many_descriptors_does_not_keep_another_one_waiting(proc, files):
+    groups = dict.fromkeys(range(100, 130), "evil")
+    for pid in groups:
+        proc.process(pid, *(["/dev/null"] * 1000))
+    files.look(groups.keys(), 200, groups)
+    for pid in (500, 501):
+        proc.process(pid, *(["/dev/null"] * 40), "/dev/nvidia0")
+        groups[pid] = "victim"
+    assert files.look(groups.keys(), 200, groups) <= 202
+    assert files.of(500).minors == {0}
+    assert files.of(501).minors == {0}
+
+
+def test_looks_again_are_shared_out_as_first_looks_are(proc, files, clock):
+    groups = dict.fromkeys(range(100, 110), "evil") | {500: "victim"}
+    for pid in groups:
+        proc.process(pid, *(["/dev/null"] * 100))
+    files.look(groups.keys(), EVERYTHING, groups)
+    clock.now += 30
+    proc.process(500, "/dev/nvidia0")
+    files.look(groups.keys(), 200, groups)
+    assert files.of(500).minors == {0}
+
+
+def test_with_more_jobs_than_the_budget_has_parts_each_has_its_turn(proc, files):
+    groups = {pid: pid for pid in range(300, 320)}
+    for pid in groups:
+        proc.process(pid, *(["/dev/null"] * 500))
+    for pid in range(200, 230):
+        proc.process(pid, *(["/dev/null"] * 20), "/dev/nvidia0")
+        groups[pid] = pid
+    calls = 0
+    while any(files.of(pid) is None for pid in range(200, 230)):
+        assert files.look(groups.keys(), 300, groups) <= 302
+        calls += 1
+        assert calls <= 12  # 20 parts of 64 and 30 of 23, at least 4 of them in each call
+    assert all(files.of(pid) is None for pid in range(300, 320))
+
+
+def test_what_is_urgent_comes_first(proc, files, clock):
+    pids = {*range(100, 130), 500}
+    for pid in pids:
+        proc.process(pid, *(["/dev/null"] * 100))
+    files.look(pids, EVERYTHING)
+    clock.now += 40
+    files.look(pids, 50)  # in the midst of one
+    proc.process(500, "/dev/nvidia0")
+    files.hurry(500)
+    files.look(pids, 50)
+    assert files.of(500).minors == {0}
+
+
+def test_what_is_urgent_and_begun_is_begun_anew(proc, files, clock):
+    proc.process(77, *(["/dev/null"] * 100))
+    files.look({77}, 50)
+    proc.process(77, *(["/dev/null"] * 100), "/dev/nvidia0")
+    files.hurry(77)
+    files.look({77}, 104)
+    assert files.of(77).minors == {0}
+
+
+def test_what_is_always_urgent_leaves_others_their_half(proc, files, clock):
+    groups = {100: "evil", 101: "evil", **dict.fromkeys(range(200, 210), "victim")}
+    for pid in groups:
+        proc.process(pid, *(["/dev/null"] * (1000 if pid < 200 else 40)))
+    for _ in range(10):
+        files.hurry(100)
+        files.hurry(101)
+        assert files.look(groups.keys(), 100, groups) <= 102
+        clock.now += 1
+    assert all(files.of(pid) == NOTHING for pid in range(200, 210))
+
+
+def test_one_that_was_just_looked_at_is_not_urgent(proc, files, clock):
+    groups = {100: "evil", 200: "victim"}
+    for pid in groups:
+        proc.process(pid, *(["/dev/null"] * 40))
+    files.look({100}, EVERYTHING, groups)
+    clock.now += 1
+    files.hurry(100)
+    assert not files._processes[100].urgent
+    proc.process(100, "/dev/nvidia0")
+    files.look({100}, EVERYTHING, groups)  # but it is due
+    assert files.of(100).minors == {0}
+
+
+def test_a_process_is_recognised_once_after_each_call(proc, files, monkeypatch):
+    proc.process(77, "/dev/nvidia0")
+    files.look({77})
+    read = []
+
+    def count(path: str, limit: int) -> bytes:
+        read.append(path)
+        return REALLY_READ(path, limit)
+
+    monkeypatch.setattr(open_files, "_read", count)
+    for _ in range(5):
+        assert files.of(77).minors == {0}
+    assert read == [f"{proc.path}/77/stat"]
+    files.look({77})
+    proc.restart(77, 9)
+    assert files.of(77) is None
+
+
+def test_what_is_begun_takes_little_memory(proc, files):
+    groups = {pid: pid for pid in range(100, 103)}
+    for pid in groups:
+        proc.process(pid, *(["/dev/null"] * 2000))
+    files.look(groups.keys(), 300, groups)
+    assert len(files._looks) == 3
+    assert all(look.numbers.buffer_info()[1] * look.numbers.itemsize < 8000 for look in files._looks.values())
+
+
+def test_the_drivers_list_of_capabilities(tmp_path):
+    with pytest.raises(OSError, match="mig-minors"):
+        open_files.read_mig_minors(str(tmp_path))
+    (tmp_path / "driver/nvidia-caps").mkdir(parents=True)
+    (tmp_path / "driver/nvidia-caps/mig-minors").write_text("gpu0/gi3/access 30\n")
+    assert open_files.read_mig_minors(str(tmp_path)) == {30: (0, 3, None)}

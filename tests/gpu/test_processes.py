@@ -204,9 +204,27 @@ def test_a_number_of_a_process_that_was_not_looked_at_yet_is_not_taken_for_anoth
     node.process(300, "unit/other", "/dev/nvidia0", numbers=(300, 4242))
     node.files.look(node.owners)
     node.process(4242, "slurm/1", "/dev/nvidia0")
+    node.files.look(node.owners, budget=0)
     node.nvml(A, 4242)
     assert node.credit_without_looking().uses == {}
     assert node.samples[A].unresolved_processes == 1
+
+
+def test_a_process_that_opened_the_gpu_after_it_was_looked_at_is_not_robbed_of_it(tmp_path):
+    """Another one has the same number in a container of its own, and the GPU open."""
+    clock = [0.0]
+    node = Node(MadeUpProc(tmp_path))
+    node.files = OpenFiles(str(tmp_path), lambda: clock[0])
+    node.process(4242, "slurm/1")
+    node.process(300, "unit/other", "/dev/nvidia0", numbers=(300, 4242))
+    node.files.look(node.owners)
+    clock[0] = 10
+    node.proc.process(4242, "/dev/nvidia0")
+    node.nvml(A, 4242)
+    assert node.credit_without_looking().uses == {}
+    node.samples[A].processes[0].pid = 4242
+    assert node.credit() == {}  # looked at now: it fits both
+    assert node.files.of(4242).minors == {0}
 
 
 def test_who_is_on_a_device_and_what_is_not_known_of_that(node):
@@ -264,6 +282,9 @@ class Looked:
 
     def hurry(self, pid):
         pass
+
+    def fresh(self, pid):
+        return True
 
 
 opened = st.tuples(st.frozensets(st.integers(0, 1)), st.booleans(), st.integers(1, 6))
