@@ -218,3 +218,26 @@ def test_a_job_that_holds_a_gpu_and_runs_nothing_is_held_idle(
         finally:
             sleeper.kill()
             sleeper.wait()
+
+
+def test_what_asks_nvml_is_counted_in_the_collectors_own_cost(start: Start, gpus: StandIn) -> None:
+    node = agent(start, gpus)
+    snapshot = node.wait_for(lambda s: s["nvml"] and s["nvml"]["up"])
+    report = reports(node)[-1]
+    fields = Path(f"/proc/{node.process.pid}/stat").read_text().rpartition(")")[2].split()
+    agents_own_ns = (int(fields[11]) + int(fields[12])) * 10**9 // os.sysconf("SC_CLK_TCK")
+    assert report.nvml.cpu_ns > 20_000_000  # it has imported pynvml
+    assert report.collector.cpu_ns > agents_own_ns
+    assert report.collector.pss_bytes > report.nvml.pss_bytes > 0
+    assert snapshot["nvml"]["restarts"] == 0
+
+
+def test_when_nvml_cannot_begin_everything_else_goes_on(start: Start, run: Run, gpus: StandIn) -> None:
+    gpus.fail("nvmlInit", 18)
+    node = agent(start, gpus)
+    key, _ = run("busy", sys.executable, "-c", BURN)
+    snapshot = node.wait_for(lambda s: (job(s, key) or {}).get("cpu_cores") and s["nvml"], 20)
+    assert (snapshot["nvml"]["up"], snapshot["nvml"]["code"]) == (False, "driver_library_mismatch")
+    assert snapshot["gpus"] == []
+    gaps = [report.interval_ns for report in reports(node) if report.interval_ns]
+    assert max(gaps) < 0.75e9

@@ -52,7 +52,11 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
     "--job", "jobs", metavar="KEY", multiple=True, help="Only this job and its GPUs; may be repeated."
 )
 @click.option(
-    "--sort", type=click.Choice(SORT_KEYS), default="cpu", show_default=True, help="Column to sort by."
+    "--sort",
+    type=click.Choice(SORT_KEYS),
+    default="cpu",
+    show_default=True,
+    help="Column to sort jobs by; GPUs stand by their index.",
 )
 @click.option("--every", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Print a table so often.")
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="End after N snapshots.")
@@ -80,6 +84,9 @@ def command(
     """
     if gpus and as_json:
         raise ConfigError("--gpus chooses the table; leave it out, --json has jobs and GPUs alike")
+    given = click.get_current_context().get_parameter_source("sort")
+    if gpus and given is click.core.ParameterSource.COMMANDLINE:
+        raise ConfigError("--sort is for jobs; leave it out with --gpus, GPUs stand by their index")
     feed = _feed(socket, controller, node)
     selection = Selection(jobs, feed.where)
     locale = text.Locale(ascii_only or not text.locale_is_utf8(os.environ))

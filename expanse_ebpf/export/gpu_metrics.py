@@ -65,7 +65,7 @@ GPU_METRICS = (
     _gpu("pcie_replays_total", "replays", "PCIe packets sent again.", "NVML", "pcie_replays"),
     _gpu("pcie_link_generation", "generation", "Generation of the PCIe link now.", "NVML", "pcie_generation"),
     _gpu("pcie_link_width", "lanes", "Lanes of the PCIe link now.", "NVML", "pcie_width"),
-    _gpu("nvlinks", "links", "NVLinks that are up.", "NVML", "nvlinks"),
+    _gpu("nvlinks", "links", "NVLinks of the GPU, those that are down among them.", "NVML", "nvlinks"),
     _gpu("nvlink_transmit_bytes_total", "bytes", "Payload sent by the GPU over all NVLinks.", "NVML", "nvlink_sent_bytes"),
     _gpu("nvlink_receive_bytes_total", "bytes", "Payload received by the GPU over all NVLinks.", "NVML", "nvlink_received_bytes"),
     _gpu("ecc_errors_total", "errors", "Memory errors since the driver was loaded.", "NVML, volatile counts", _kinds("ecc_{}"), "kind"),
@@ -112,6 +112,6 @@ NVML_METRICS = (
     _node("nvml_restarts_total", "restarts", "Times that the process which asks NVML was begun anew.", "agent", "nvml.restarts"),
     _node("nvml_sample_seconds", "seconds", "Time that NVML's last round took.", "agent", "nvml.sample_ns!"),
     _node("nvml_pss_bytes", "bytes", "Memory of the process that asks NVML; the collector's has it included.", "/proc/PID/smaps_rollup", "nvml.pss_bytes"),
-    _node("nvml_cpu_seconds_total", "seconds", "CPU time of the process that asks NVML; the collector's has it included.", "/proc/PID/stat", "nvml.cpu_ns"),
+    _node("nvml_cpu_seconds_total", "seconds", "CPU time of the process that asks NVML; the collector's has it included.", "its own clock", "nvml.cpu_ns"),
 )
 # fmt: on

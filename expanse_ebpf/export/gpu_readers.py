@@ -8,7 +8,7 @@ from typing import Any
 from expanse_ebpf.export.readers import NANO, Reader, Row
 from expanse_ebpf.wire.collector_pb2 import GpuSample, JobSample, Report
 
-MAX_GPUS = 256  # on a node's page, MIG instances among them
+MAX_GPUS = 512  # on a node's page, MIG instances among them
 MAX_HOLDERS = 256  # of one GPU
 MAX_XIDS = 64  # of one GPU, those with the lowest codes; the others are added up
 MAX_CAUSES = 16  # of throttling

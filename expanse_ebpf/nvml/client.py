@@ -2,13 +2,15 @@
 
 A question says when to look: a little before the next tick. What has been answered by then is in that
 tick's report; what has not is missing there, with the reason. A worker that is silent past the deadline is
-ended, and the next one asks the device at which it hung rarely and last, so that the others' figures go on.
+ended, and the next one does not ask the device at which it hung, or does not even open it, so that the
+others' figures go on. That is asked rarely, by a process of its own, until it answers.
 A worker that cannot begin with NVML, or dies, is begun anew less and less often. Each loads the library
 that is there now: so a driver that is loaded or upgraded later is noticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -16,7 +18,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from expanse_ebpf.nvml import reasons
-from expanse_ebpf.nvml.decode import error_code, identifier, mapping, number
+from expanse_ebpf.nvml.decode import error_code, mapping, number
+from expanse_ebpf.nvml.names import by_index, identifier
+from expanse_ebpf.nvml.patience import Patience
+from expanse_ebpf.nvml.probe import Probe
 from expanse_ebpf.nvml.process import Process
 from expanse_ebpf.nvml.suspects import Suspects
 from expanse_ebpf.text import clean
@@ -55,6 +60,8 @@ class Client:
         # The present round
         self._round = 0
         self._at: float | None = None  # when NVML was to be looked at; None: all is answered
+        self._patience = Patience(config.deadline_s, 0.0)  # with this worker
+        self._opening = ""  # the device that it opens, by index
         self._order: list[str] = []  # devices that have not answered yet
         self._skipped: frozenset[str] = frozenset()
         self._absent: dict[str, int] = {}
@@ -65,6 +72,7 @@ class Client:
         # What outlives a worker
         self._seen_us: dict[str, int] = {}  # stamps of the newest samples
         self._suspects = Suspects(config.deadline_s)
+        self._probe: Probe | None = None
         self._files: frozenset[str] = frozenset()
         self._began = 0.0
         self._failed_to_begin = False
@@ -82,7 +90,7 @@ class Client:
 
     @property
     def absent(self) -> dict[str, int]:
-        """What is not asked: NVML's error by "index N" of a device, reasons.HUNG or CRASHED by UUID."""
+        """What is not asked: NVML's error by "index N" of a device, reasons.HUNG or CRASHED also by UUID."""
         return self._absent | self._suspects.codes
 
     def tick(self, now: float, by_process: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -100,11 +108,15 @@ class Client:
             if how := self._worker.ended():
                 self._died(now, how)
             elif self._is_late(now):
-                self._hung(now, self._worker)
+                if self._failed_to_begin:  # that is the cause, and not that it does not end
+                    self._end(self._worker)
+                else:
+                    self._hung(now, self._worker)
             elif self._fails_for_long(now):
                 self._reinit_s = min(2 * self._reinit_s, _LONGEST_S)
                 self.status.restarts += 1
                 self._end(self._worker)
+        self._ask_a_suspect(now)
         self._ticked = now
         self._ending = [worker for worker in self._ending if not worker.ended()]
         if self._worker is None and self._can_begin() and now >= self._next_begin:
@@ -136,22 +148,55 @@ class Client:
             pids = " and ".join(str(worker.pid) for worker in self._ending)
             self._say_down("hung", f"the processes {pids} hang in the NVIDIA driver and cannot be ended")
             return
-        arguments = ["--profiler"] if self._config.profiler else []
-        if self._config.library:
-            arguments += ["--library", self._config.library]
         try:
-            self._worker = Process(arguments)
+            self._worker = Process(self._arguments())
         except OSError as error:
             self._down(now, "worker_failed", f"the process that asks NVML cannot be begun: {error.strerror}")
             return
-        self._at, self._order = None, []
+        self._at, self._order, self._opening = None, [], ""
+        self._patience = Patience(self._config.deadline_s, now)
         self._began, self._failed_to_begin, self._failing_since = now, False, None
+
+    def _arguments(self) -> list[str]:
+        profiler = ["--profiler"] if self._config.profiler else []
+        return profiler + (["--library", self._config.library] if self._config.library else [])
+
+    def _ask_a_suspect(self, now: float) -> None:
+        """Whether one of the devices that are not asked any more answers again."""
+        probe = self._probe
+        if probe is None:
+            uuid = self._suspects.due(now)
+            # As long as a process hangs in the kernel there, another one would as well.
+            is_there = self.listed is not None and uuid in self.listed | self._absent.keys()
+            if uuid is not None and self.listed is not None and is_there and not self._ending:
+                # One that cannot be begun now is tried in the next tick.
+                with contextlib.suppress(OSError):
+                    patience = Patience(self._config.deadline_s, now)
+                    skip = self.listed | self._suspects.codes.keys()
+                    self._probe = Probe(self._arguments(), uuid, skip, patience)
+            return
+        if now - self._ticked > self._interval_s + self._config.deadline_s:
+            probe.patience.wait(now)
+        outcome = probe.outcome(now)
+        if outcome is None:
+            return
+        if outcome:
+            self._suspects.add(probe.device, outcome, now)
+        else:
+            _log.info("NVML answers again about %s", probe.device)
+            self._suspects.clear(probe.device)
+        self._ended_cpu_ns += probe.cpu_ns
+        if not probe.ended:
+            probe.process.kill()
+            self._ending.append(probe.process)
+        probe.process.close()
+        self._probe = None
 
     def _over(self) -> None:
         """The worker is none any more."""
         if self._worker is not None:
             self._worker.close()
-        self._worker, self._at, self._order = None, None, []
+        self._worker, self._at, self._order, self._opening = None, None, [], ""
         self._ended_cpu_ns += self._own_cpu_ns
         self._own_cpu_ns = 0
 
@@ -170,19 +215,19 @@ class Client:
         if self._at is None:
             return False
         if now - self._ticked > self._interval_s + self._config.deadline_s:
-            self._at = now  # nobody has listened for so long: the worker may have been suspended too
-        return now - self._at > self._config.deadline_s
+            self._patience.wait(now)  # nobody has listened for so long: it may have been suspended too
+        return self._patience.is_over(now)
 
     def _fails_for_long(self, now: float) -> bool:
         return self._failing_since is not None and now - self._failing_since > self._reinit_s
 
     def _hung(self, now: float, worker: Process) -> None:
-        again = bool(self._order) and self._order[0] in self._suspects
         about = self._suspect(now, reasons.HUNG)
-        reason = f"NVML has not answered{about} for {self._config.deadline_s:g} s"
-        if about and self.listed and any(uuid not in self._suspects for uuid in self.listed):
+        reason = f"NVML has not answered{about} for {self._patience.limit_s:g} s"
+        others = self.listed is not None and any(uuid not in self._suspects for uuid in self.listed)
+        if about and (others or self._opening):
             # The others' figures are to go on.
-            self._say_down("hung", reason, quiet=again)
+            self._say_down("hung", reason)
             self.status.restarts += 1
             self._next_begin = now
         else:
@@ -191,10 +236,11 @@ class Client:
 
     def _suspect(self, now: float, code: int) -> str:
         """Take down at which device it happened; the words for that."""
-        if not self._order:
+        name = self._opening or next(iter(self._order), "")
+        if not name:
             return ""
-        self._suspects.add(self._order[0], code, now)
-        return f" about {self._order[0]}"
+        self._suspects.add(name, code, now)
+        return f" about the GPU of {name}" if self._opening else f" about {name}"
 
     def _down(self, now: float, code: str, reason: str) -> None:
         """The worker is of no use: the next one is begun after a while."""
@@ -203,18 +249,23 @@ class Client:
         self._delay_s = min(2 * self._delay_s, _LONGEST_S)
         self.status.restarts += 1
 
-    def _say_down(self, code: str, reason: str, *, quiet: bool = False) -> None:
+    def _say_down(self, code: str, reason: str) -> None:
         """NVML cannot be asked; in the log once for as long as it stays the same."""
-        if self.status.code != code and not quiet:
+        if self.status.code != code:
             _log.warning("no GPU figures: %s", reason)
         self.status.up, self.status.code, self.status.reason = False, code, clean(reason)
         self.listed, self._absent = None, {}
 
     def stop(self) -> None:
         """End the worker; one that hangs in the kernel is left behind."""
-        worker = self._worker
+        workers = [*self._ending]
+        if self._worker is not None:
+            workers.append(self._worker)
+        if self._probe is not None:
+            workers.append(self._probe.process)
+            self._probe.process.close()
+            self._probe = None
         self._over()
-        workers = [*self._ending, *([worker] if worker is not None else [])]
         for last in (False, True):
             until = time.monotonic() + _END_S
             while workers := [worker for worker in workers if not worker.ended()]:
@@ -237,15 +288,15 @@ class Client:
         lead = min(1.5 * self._took_s + self._margin_s, self._interval_s / 2)
         first = self._began == now
         self._at = now if first else now + self._interval_s - lead
+        self._patience.wait(self._at)
         question: dict[str, Any] = {"round": self._round, "at": self._at}
         if first:
             question["seen"] = self._seen_us
         if by_process:
             question["by_process"] = sorted(by_process)
-        self._skipped = self._suspects.paused(self._at)
-        if self._suspects.codes:
-            question["last"] = sorted(self._suspects.codes.keys() - self._skipped)
-            question["skip"] = sorted(self._skipped)
+        self._skipped = frozenset(self._suspects.codes)
+        if self._skipped:
+            question["skip"] = self._suspects.codes
         worker.ask(json.dumps(question).encode() + b"\n")
 
     def _lines(self, now: float, worker: Process) -> Iterator[dict[str, Any]]:
@@ -260,17 +311,24 @@ class Client:
                 yield from self._take(now, line)
 
     def _take(self, now: float, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if "nvml" in line:
+        if not line.keys() & {"nvml", "end", "device", "event", "opening"}:
+            return
+        self._patience.hear(line, now)
+        if "opening" in line:
+            index = number(line["opening"], (0, _MOST_DEVICES))
+            self._opening = "" if index is None else by_index(index)
+        elif "nvml" in line:
             self._take_status(now, mapping(line["nvml"]))
         elif "end" in line:
             self._take_end(now, line)
         elif "device" in line:
             if self._take_device(mapping(line["device"])):
                 yield line
-        elif "event" in line:
+        else:
             yield line
 
     def _take_status(self, now: float, nvml: Mapping[str, Any]) -> None:
+        self._opening = ""
         code = error_code(nvml.get("code", 0))
         if code:
             self._failed_to_begin = True
@@ -285,11 +343,11 @@ class Client:
         listed = [uuid for uuid in order if identifier(uuid)] if isinstance(order, list) else []
         self.listed = frozenset(listed[:_MOST_DEVICES])
         self._order = [uuid for uuid in listed[:_MOST_DEVICES] if uuid not in self._skipped]
-        self._suspects.keep(self.listed)
-        absent = list(mapping(nvml.get("absent")).items())[:_MOST_DEVICES]
+        absent = list(mapping(nvml.get("absent")).items())[: _MOST_DEVICES + 1]
         self._absent = {name: error_code(error) for name, error in absent if identifier(name)}
-        self._failures = list(self._absent.values())
-        self._answered = not self.listed and not self._failures
+        self._suspects.keep(self.listed | self._absent.keys())
+        self._failures = [code for name, code in self._absent.items() if name not in self._suspects]
+        self._answered = not self.listed and not self._absent
 
     def _take_device(self, device: Mapping[str, Any]) -> bool:
         """Whether it is an answer to what was asked."""
@@ -300,11 +358,11 @@ class Client:
         stamp = number(device.get("stamp"))
         if stamp and (uuid in self._seen_us or len(self._seen_us) < _MOST_DEVICES):
             self._seen_us[uuid] = stamp
-        self._suspects.clear(uuid)
         if "failed" in device:
             self._failures.append(error_code(device["failed"]))
         else:
             self._answered = True
+            self._is_well()  # however long the rest of the round takes
         return True
 
     def _take_end(self, now: float, line: Mapping[str, Any]) -> None:
@@ -317,9 +375,7 @@ class Client:
         if pss:
             self.status.pss_bytes = pss
         if self._answered:
-            if self.status.code and self.status.code != _STARTING[0]:
-                _log.info("NVML answers again")
-            self.status.up, self.status.code, self.status.reason = True, "", ""
+            self._is_well()
             self._reinit_s, self._failing_since = _REINIT_S, None
             if now - self._began > self._delay_s:  # it has lived for longer than the next one would wait
                 self._delay_s = _FIRST_S
@@ -333,3 +389,9 @@ class Client:
         self.status.code, self.status.reason = reasons.word(code), reasons.sentence(code)
         if self._failures and self._failing_since is None:
             self._failing_since = now
+
+    def _is_well(self) -> None:
+        """A device has answered, or there is none."""
+        if self.status.code and self.status.code != _STARTING[0]:
+            _log.info("NVML answers again")
+        self.status.up, self.status.code, self.status.reason = True, "", ""

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expanse_ebpf.nvml import reasons
+from expanse_ebpf.nvml.names import MAX_TEXT
 from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import GpuProfile, GpuSample
 
 MAX_PROCESSES = 1024  # of one device
 MAX_INSTANCES = 64
-MAX_TEXT = 128  # characters of a name
 _TIB = 1 << 40
 
 # What can be true, both ends included. NVML has answered with all bits set, or with what was left in
@@ -82,11 +82,6 @@ def mapping(value: Any) -> Mapping[str, Any]:
 def objects(value: Any) -> list[Mapping[str, Any]]:
     """The objects among the elements of `value`, none when it is no list."""
     return [element for element in value if isinstance(element, dict)] if isinstance(value, list) else []
-
-
-def identifier(value: Any) -> str:
-    """`value` when it can be the name of a device, else an empty text."""
-    return value if isinstance(value, str) and value == clean(value, MAX_TEXT) else ""
 
 
 def error_code(value: Any) -> int:

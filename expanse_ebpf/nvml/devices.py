@@ -15,14 +15,15 @@ from expanse_ebpf.nvml.decode import (
     busy_by_pid,
     error_code,
     fill,
-    identifier,
     mapping,
     number,
     objects,
 )
+from expanse_ebpf.nvml.names import has_index_alone, identifier
 from expanse_ebpf.wire.collector_pb2 import GpuEvent, GpuSample, NvmlStatus
 
-_MOST = 256  # GPUs and instances
+_MOST = 512  # GPUs and instances: 64 GPUs of 7 instances each
+_LAST = 1 << 20  # in the order of GPUs, for one without an index
 _MOST_XIDS = 64  # codes of one device
 _MOST_EVENTS = 256  # in one tick
 # What a GPU is known by while NVML says nothing about it.
@@ -72,6 +73,7 @@ class Devices:
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._events: list[GpuEvent] = []
+        self._left_out: set[str] = set()  # GPUs of which this tick has instances for which there is no room
 
     def take(self, line: Mapping[str, Any], now_ns: int) -> None:
         """A line of the worker; `now_ns` by the wall clock."""
@@ -100,6 +102,7 @@ class Devices:
         known = self._known.get(uuid)
         if known is None:
             if len(self._known) >= _MOST:
+                self._left_out.add(parent)
                 return
             known = self._known[uuid] = _Known(uuid, parent)
         known.line = line
@@ -107,12 +110,14 @@ class Devices:
 
     def _xid(self, event: Mapping[str, Any], now_ns: int) -> None:
         uuid, xid = event["uuid"], number(event.get("xid"), (0, 1 << 31))
-        if xid is None:
+        count = number(event.get("count", 1), (1, 1 << 32))
+        if xid is None or count is None:
             return
-        self._event(GpuEvent(time_ns=now_ns, uuid=uuid, kind="xid", xid=xid))
+        if not any(one.kind == "xid" and (one.uuid, one.xid) == (uuid, xid) for one in self._events):
+            self._event(GpuEvent(time_ns=now_ns, uuid=uuid, kind="xid", xid=xid))
         known = self._known.get(uuid)
         if known is not None and (xid in known.counters.xids or len(known.counters.xids) < _MOST_XIDS):
-            known.counters.xids[xid] = known.counters.xids.get(xid, 0) + 1
+            known.counters.xids[xid] = known.counters.xids.get(xid, 0) + count
 
     def _event(self, event: GpuEvent) -> None:
         if len(self._events) < _MOST_EVENTS:
@@ -153,10 +158,12 @@ class Devices:
                 samples.append(known.silent("silent", reasons.sentence(error_code(line.get("failed")))))
             else:
                 samples.append(known.sample())
-        order = {s.uuid: s.index if s.HasField("index") else _MOST for s in samples if not s.parent_uuid}
+                if uuid in self._left_out:
+                    samples[-1].unavailable["instances"] = reasons.sentence(reasons.TOO_MANY)
+        order = {s.uuid: s.index if s.HasField("index") else _LAST for s in samples if not s.parent_uuid}
         samples.sort(
             key=lambda s: (
-                *(order.get(s.parent_uuid or s.uuid, _MOST), s.parent_uuid or s.uuid, bool(s.parent_uuid)),
+                *(order.get(s.parent_uuid or s.uuid, _LAST), s.parent_uuid or s.uuid, bool(s.parent_uuid)),
                 *(s.gpu_instance, s.compute_instance, s.uuid),
             )
         )
@@ -184,11 +191,12 @@ class Devices:
         """Forget the lines of this tick."""
         for known in self._known.values():
             known.line = None
+        self._left_out.clear()
 
 
 def _without_handle(absent: Mapping[str, int]) -> set[int]:
     """NVML's errors for devices that it gives no handle of."""
-    return set(absent.values()) - {reasons.HUNG, reasons.CRASHED}
+    return {code for name, code in absent.items() if has_index_alone(name)} - {reasons.TOO_MANY}
 
 
 def _why_silent(

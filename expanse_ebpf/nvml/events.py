@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+import time
+from collections import Counter
 from typing import Any
 
 import pynvml
 
 from expanse_ebpf.nvml import reasons
 
-_MOST = 64  # in one round
+_MOST, _LONGEST_S = 100_000, 0.1  # in one round
+_MOST_KINDS = 256  # of GPU and code
 
 
 class Events:
@@ -23,6 +26,7 @@ class Events:
     def __init__(self) -> None:
         self._set: Any = None
         self._registered: dict[int, str] = {}  # UUID by the handle's address: a lost GPU has no other name
+        self._said_that_more = False
         self._refused: set[int] = set()  # of which it was said that they have no events
 
     def register(self, handle: Any, uuid: str) -> None:
@@ -43,9 +47,19 @@ class Events:
             self._refused.add(address)
 
     def take(self) -> list[dict[str, Any]]:
-        """What has happened since the last call: `uuid` and `xid`."""
-        found: list[dict[str, Any]] = []
-        while self._set is not None and len(found) < _MOST:
+        """What has happened since the last call: `uuid`, `xid` and the `count` of equal ones.
+
+        All of it, unless it is a flood: what is left for the next call would be told of whoever holds the GPU
+        by then.
+        """
+        found: Counter[tuple[str, int]] = Counter()
+        until = time.monotonic() + _LONGEST_S
+        left = _MOST
+        while self._set is not None:
+            if not left or len(found) >= _MOST_KINDS or time.monotonic() > until:
+                self._say_that_there_are_more()
+                break
+            left -= 1
             event = pynvml.c_nvmlEventData_t()
             code = self._next(event)
             if code:
@@ -54,8 +68,13 @@ class Events:
                 break
             uuid = self._registered.get(_address(event.device))
             if uuid is not None and event.eventType & pynvml.nvmlEventTypeXidCriticalError:
-                found.append({"uuid": uuid, "xid": event.eventData})
-        return found
+                found[uuid, event.eventData] += 1
+        return [{"uuid": uuid, "xid": xid, "count": count} for (uuid, xid), count in found.items()]
+
+    def _say_that_there_are_more(self) -> None:
+        if not self._said_that_more:
+            print("more Xid errors than can be taken in time: some are told later", file=sys.stderr)
+        self._said_that_more = True
 
     def _next(self, event: Any) -> int:
         for name in ("nvmlEventSetWait_v2", "nvmlEventSetWait"):  # older ones lack MIG's numbers alone

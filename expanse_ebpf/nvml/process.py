@@ -66,11 +66,12 @@ class Process:
     def ended(self) -> str:
         """How it has ended, e.g. "with signal 11"; empty while it runs."""
         try:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return ""
+            self.kill()  # what the library has begun, while its number is the group's for certain
+            _, status = os.waitpid(self.pid, 0)
         except ChildProcessError:  # somebody else has waited for it
             return "unseen"
-        if not pid:
-            return ""
         return f"with signal {status & 0x7F}" if status & 0x7F else f"with status {status >> 8}"
 
     def close(self) -> None:
@@ -81,6 +82,6 @@ class Process:
         self._questions = self._answers = -1
 
     def kill(self) -> None:
-        """End it, unless it hangs in the kernel. To be called before ended() says that it has."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """End it and what it has begun, unless it hangs in the kernel; before ended() says that it has."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)

@@ -11,11 +11,13 @@ ABSURD = -1  # the call went well, but the figure cannot be true
 HUNG = -2
 CRASHED = -3
 NOT_LOADED = -4
+TOO_MANY = -5
 
 _OWN = {
     ABSURD: ("absurd", "NVML gives a figure that cannot be true"),
     HUNG: ("hung", "NVML did not answer when it was asked about this GPU, so it is asked rarely"),
     NOT_LOADED: ("library_not_loaded", "the library that was found cannot be loaded, or is not NVML"),
+    TOO_MANY: ("too_many", "there are more than can be told"),
     CRASHED: ("worker_died", "NVML crashed when it was asked about this GPU, so it is asked rarely"),
 }
 # nvmlReturn_t of nvml.h: code to (word, sentence).

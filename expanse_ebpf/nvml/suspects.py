@@ -8,7 +8,10 @@ _RARELY_S = 300.0  # the longest pause
 
 
 class Suspects:
-    """By UUID. Each time that it happens again, the pause is twice as long; the first is twice `first_s`."""
+    """By UUID, or "index N" of one that could not be opened.
+
+    Each time that it happens again, the pause is twice as long; the first is twice `first_s`.
+    """
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -31,9 +34,10 @@ class Suspects:
         """Forget all but these."""
         self._found = {uuid: found for uuid, found in self._found.items() if uuid in uuids}
 
-    def paused(self, at: float) -> frozenset[str]:
-        """Those that are not to be asked at that time."""
-        return frozenset(uuid for uuid, (_, _, again) in self._found.items() if again > at)
+    def due(self, at: float) -> str | None:
+        """The one that is to be asked again at that time, the one that waits the longest."""
+        again, uuid = min(((again, uuid) for uuid, (_, _, again) in self._found.items()), default=(at, None))
+        return uuid if again <= at else None
 
     @property
     def codes(self) -> dict[str, int]:

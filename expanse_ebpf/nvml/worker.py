@@ -1,9 +1,10 @@
 """The process that talks to NVML, so that a call that hangs or crashes takes nobody with it.
 
 Lines of JSON: questions come in on stdin, `{"round": n, "at": seconds, …}`, and the answers to each go out
-on stdout, one line for how it stands with NVML, one for each GPU and event, and one for the end. `at` is a
-time of the monotonic clock at which to look; devices in `last` are asked after the others, those in `skip`
-not at all. It ends when its stdin does, and dies with its parent.
+on stdout, one line for each device that is about to be opened, one for how it stands with NVML, one for each
+GPU and event, and one for the end. `at` is a time of the monotonic clock at which to look; devices in `skip`
+are not asked, and those that are there by "index N" not even opened (what befell them stands beside). It ends
+when its stdin does, and dies with its parent.
 
     python -m expanse_ebpf.nvml.worker --once    # the answers to one question, for a person to read
 """
@@ -18,7 +19,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pynvml
@@ -26,6 +27,7 @@ import pynvml
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.device import Device
 from expanse_ebpf.nvml.events import Events
+from expanse_ebpf.nvml.names import by_index, has_index_alone, identifier
 from expanse_ebpf.nvml.process_list import KINDS, ProcessList, read_pid_max
 from expanse_ebpf.nvml.readings import GpuLostError
 
@@ -36,6 +38,11 @@ _EMPTY_S = 1.0  # how often the buffers of samples are emptied while no question
 COUNT_S = 30.0  # how often the devices are counted
 LOST_S = 5.0  # how often when one is lost: asking for it can take its time
 _MOST_DEVICES = 64
+# Why a device has no handle, where that will stay so for a while.
+_LASTING = {
+    *(reasons.LOST, reasons.RESET_REQUIRED, reasons.ABSURD),
+    *(reasons.HUNG, reasons.CRASHED, reasons.TOO_MANY),
+}
 _MEMORY_ROUNDS = 30  # how often the process looks at its own memory
 _FAILED = 3  # exit status: NVML could not be begun, as was said
 
@@ -43,20 +50,26 @@ _FAILED = 3  # exit status: NVML could not be begun, as was said
 class Worker:
     """NVML's devices, in the order in which they are asked.
 
-    `seen_us` has by UUID the stamp of the newest sample of use that an earlier worker took.
+    `seen_us` has by UUID the stamp of the newest sample of use that an earlier worker took. `opening` is told
+    the index of each device before it is opened, and None after the last.
     """
 
-    def __init__(self, profiler: bool, seen_us: dict[str, int]) -> None:
+    def __init__(
+        self, profiler: bool, seen_us: dict[str, int], opening: Callable[[int | None], None]
+    ) -> None:
         self._profiler = profiler
         self._seen_us = seen_us
+        self._opening = opening
+        self._closed: dict[str, int] = {}  # what befell devices that are not to be opened, by "index N"
         self._devices: dict[str, Device] = {}
         self.absent: dict[str, int] = {}  # NVML's error by "index N" of devices that it gives no handle of
         self._events = Events()
         self._look_due = 0.0  # when the devices are to be counted again
         self.status: dict[str, Any] = {}
 
-    def begin(self) -> int:
+    def begin(self, skip: Mapping[str, int]) -> int:
         """Begin with NVML; its error, 0 for none."""
+        self._closed = _closed(skip)
         try:
             pynvml.nvmlInit()
             self._find()
@@ -77,23 +90,34 @@ class Worker:
             with contextlib.suppress(AttributeError):
                 lists[kind] = ProcessList(pynvml.nvmlLib, kind, pid_max)
         now: dict[str, Device] = {}
-        absent = {}
-        for index in range(min(pynvml.nvmlDeviceGetCount(), _MOST_DEVICES)):
+        absent: dict[str, int] = {}
+        count = pynvml.nvmlDeviceGetCount()
+        for index in range(min(count, _MOST_DEVICES)):
+            name = by_index(index)
+            if name in self._closed:
+                absent[name] = self._closed[name]
+                continue
+            self._opening(index)
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 uuid = pynvml.nvmlDeviceGetUUID(handle)
             except pynvml.NVMLError as error:
-                absent[f"index {index}"] = error.value
+                absent[name] = error.value
                 continue
             except ValueError:  # a text that is none
-                absent[f"index {index}"] = reasons.ABSURD
+                uuid = ""
+            if not identifier(uuid) or uuid in now:
+                absent[name] = reasons.ABSURD
                 continue
             known = self._devices.get(uuid)
             if known is None:
                 known = Device(handle, uuid, lists, self._seen_us.get(uuid, 0), profiler=self._profiler)
             self._events.register(handle, uuid)
             now[uuid] = known
-        lost = set(absent.values()) <= {reasons.LOST, reasons.RESET_REQUIRED}
+        self._opening(None)
+        if count > _MOST_DEVICES:
+            absent[by_index(_MOST_DEVICES)] = reasons.TOO_MANY
+        lost = set(absent.values()) <= _LASTING
         wait_s = 0.0 if not lost else LOST_S if absent else COUNT_S
         self._look_due = time.monotonic() + wait_s
         before, self._devices, self.absent = self._devices, now, absent
@@ -101,9 +125,10 @@ class Worker:
             self._seen_us[uuid] = before[uuid].seen_us
             before[uuid].close()
 
-    def order(self, last: list[str]) -> list[str]:
-        """The devices as they will be asked: those in `last`, at which NVML hung before, after the others."""
-        return sorted(self._devices, key=lambda uuid: uuid in last)
+    @property
+    def order(self) -> list[str]:
+        """The devices as they will be asked."""
+        return list(self._devices)
 
     def read(self, uuid: str, *, by_process: bool) -> dict[str, Any]:
         """One round of one device."""
@@ -117,8 +142,11 @@ class Worker:
             self._look_due = 0.0  # it may be there under another handle
         return answer
 
-    def look_again(self) -> None:
+    def look_again(self, skip: Mapping[str, int]) -> None:
         """Count the devices again when it is time; what fails is tried again next time."""
+        closed = _closed(skip)
+        if closed != self._closed:
+            self._closed, self._look_due = closed, 0.0
         if time.monotonic() >= self._look_due:
             with contextlib.suppress(pynvml.NVMLError):
                 self._find()
@@ -131,6 +159,10 @@ class Worker:
     def events(self) -> list[dict[str, Any]]:
         """What has happened since the last call."""
         return self._events.take()
+
+
+def _closed(skip: Mapping[str, int]) -> dict[str, int]:
+    return {name: code for name, code in skip.items() if has_index_alone(name)}
 
 
 def _text(function: Callable[[], str]) -> str:
@@ -153,6 +185,11 @@ class _Answers:
         self._fd = fd
         self._explain = explain
 
+    def opening(self, index: int | None) -> None:
+        """What is said of a device before it is opened; not to a person."""
+        if not self._explain:
+            self.say(0, opening=index)
+
     def say(self, number: int, **line: Any) -> None:
         """One line at once: a GPU that was read is told before the next one is asked."""
         if self._explain and (errors := _errors(line)):
@@ -174,8 +211,8 @@ def _errors(line: dict[str, Any]) -> set[int]:
 
 def _begin(answers: _Answers, question: dict[str, Any], library: str, profiler: bool) -> Worker | None:
     why = _load(library or _LIBRARY)
-    worker = Worker(profiler, question.get("seen", {}))
-    code = reasons.NOT_LOADED if why else worker.begin()
+    worker = Worker(profiler, question.get("seen", {}), answers.opening)
+    code = reasons.NOT_LOADED if why else worker.begin(question.get("skip", {}))
     if code:
         answers.say(question["round"], nvml={"code": code, **({"why": why} if why else {})})
         return None
@@ -200,10 +237,10 @@ def _load(library: str) -> str:
 def _answer(answers: _Answers, worker: Worker, question: dict[str, Any]) -> None:
     number = question["round"]
     began = time.monotonic_ns()
-    worker.look_again()
-    order = worker.order(question.get("last", []))
+    by_process, skip = question.get("by_process", []), question.get("skip", {})
+    worker.look_again(skip)
+    order = worker.order
     answers.say(number, nvml={**worker.status, "order": order, "absent": worker.absent})
-    by_process, skip = question.get("by_process", []), question.get("skip", [])
     for uuid in order:
         if uuid not in skip:
             device = worker.read(uuid, by_process=uuid in by_process)

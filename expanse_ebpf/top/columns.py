@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from expanse_ebpf.export.origin import Origin, Origins
 from expanse_ebpf.top import text
 from expanse_ebpf.top.deltas import Values
-from expanse_ebpf.top.table import Column
+from expanse_ebpf.top.table import Column, as_wide
 
 HISTORY = "history"
 PYTHON = "python"
@@ -115,21 +116,28 @@ def _gpu(field: str) -> Callable[[Values], Any]:
 def gpus_held(job: Values) -> str:
     """How many GPUs and MIG instances it holds: "2", "1 MIG", "1+2 MIG".
 
-    With "!" where the sources disagree or name what this node has not got; "?" where nothing is left.
+    With "!" where the sources disagree, and "?" where they name what this node has not got.
     """
     gpu = job["gpu"]
     if gpu is None:
         return text.UNKNOWN
-    doubt = bool(gpu["conflicts"] or gpu["unknown"])
-    if doubt and not gpu["count"]:
-        return "?"
     whole, parts = gpu["count"] - gpu["mig_instances"], gpu["mig_instances"]
     held = f"{whole}+{parts} MIG" if whole and parts else f"{parts} MIG" if parts else str(whole)
-    return held + "!" * doubt
+    return held + "!" * bool(gpu["conflicts"]) + "?" * bool(gpu["unknown"])
 
 
 def _held_style(job: Values) -> str:
     return "yellow" if gpus_held(job)[-1] in "?!" else ""
+
+
+def _of_gpus(field: str, show: Callable[[float | None], str]) -> Callable[[Values], str]:
+    """A figure of its GPUs, with "*" where it is not of all of them: there are none of the others."""
+
+    def shown(job: Values) -> str:
+        value = _gpu(field)(job)
+        return show(value) + "*" * (value is not None and "gpu" in job["unavailable"])
+
+    return shown
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -193,12 +201,22 @@ COLUMNS: tuple[Column, ...] = (
     Column("memory", "MEMORY", 9, lambda j: text.size(j["memory_bytes"]), lambda j: j["memory_bytes"], 2),
     Column("io", "I/O", 11, lambda j: text.size_rate(io_bytes(j)), io_bytes, 8),
     Column("processes", "PROCS", 5, lambda j: text.count(j["processes"]), lambda j: j["processes"], 7),
-    Column("gpus", "GPU", 5, gpus_held, _gpu("count"), 1, needs=lambda j: j["gpu"], style=_held_style),
+    Column(
+        "gpus",
+        "GPU",
+        5,
+        gpus_held,
+        _gpu("count"),
+        1,
+        needs=lambda j: j["gpu"],
+        usual=as_wide(gpus_held, 5, 10),
+        style=_held_style,
+    ),
     Column(
         "gpu",
         "GPU%",
         6,
-        lambda j: text.percent(_gpu("busy_ratio")(j)),
+        _of_gpus("busy_ratio", text.percent),
         _gpu("busy_ratio"),
         1,
         needs=lambda j: j["gpu"],
@@ -208,7 +226,7 @@ COLUMNS: tuple[Column, ...] = (
         "sm",
         "SM%",
         6,
-        lambda j: text.percent(_gpu("sm_active_ratio")(j)),
+        _of_gpus("sm_active_ratio", text.percent),
         _gpu("sm_active_ratio"),
         4,
         needs=_gpu("sm_active_ratio"),
@@ -217,7 +235,7 @@ COLUMNS: tuple[Column, ...] = (
         "gpu_memory",
         "GPU MEM",
         9,
-        lambda j: text.size(_gpu("memory_bytes")(j)),
+        _of_gpus("memory_bytes", text.size),
         _gpu("memory_bytes"),
         5,
         needs=lambda j: j["gpu"],
@@ -226,7 +244,7 @@ COLUMNS: tuple[Column, ...] = (
         "power",
         "POWER",
         7,
-        lambda j: text.watts(_gpu("power_watts")(j)),
+        _of_gpus("power_watts", text.watts),
         _gpu("power_watts"),
         6,
         needs=lambda j: j["gpu"],
@@ -260,16 +278,23 @@ SORT_KEYS = tuple(column.name for column in PRINTED)
 
 
 def sort(jobs: Iterable[Values], name: str, reverse: bool = False) -> list[Values]:
-    """`jobs` by the column `name`, the most first, unknown last; `reverse` turns the known ones around."""
-    order = BY_NAME[name].order
+    """`jobs` by the column `name`, the most first, unknown last; `reverse` turns the known ones around.
+
+    Those that look the same there stand in the order of their keys, so that they do not change places with
+    every report.
+    """
+    order, show = BY_NAME[name].order, BY_NAME[name].show
     known: list[Values] = []
     unknown: list[Values] = []
     for job in jobs:
         (unknown if order(job) is None else known).append(job)
-    known.sort(key=lambda j: (j["key"], j["run"]))
     known.sort(key=order, reverse=bool(known) and (not isinstance(order(known[0]), str)) != reverse)
-    unknown.sort(key=lambda j: (j["key"], j["run"]))
-    return known + unknown
+    unknown.sort(key=_place)
+    return [job for _, alike in groupby(known, show) for job in sorted(alike, key=_place)] + unknown
+
+
+def _place(job: Values) -> tuple[str, int]:
+    return job["key"], job["run"]
 
 
 def matches(job: Values, wanted: str) -> bool:

@@ -55,13 +55,7 @@ def lines(
         result += [("", ""), (text.clean(answer), "yellow")]
     else:
         result += [("", ""), *_processes(answer, rates, width)]
-    if job["unavailable"]:
-        result += [("", ""), ("not known", "bold")]
-        result += [
-            (f"  {text.clean(field)}: {text.clean(reason)}", "dim")
-            for field, reason in sorted(job["unavailable"].items())
-        ]
-    return result
+    return result + gpu_panel.wrapped(text.not_known(job["unavailable"]), width)
 
 
 def _title(job: Values) -> str:

@@ -35,14 +35,15 @@ def device_lines(
     lines += [(line, "") for line in (*_figures(gpu), *_profile(gpu["profile"]), *_health(gpu))]
     lines += _events(uuid, events)
     return [
-        *_wrapped(lines, width),
+        *wrapped(lines, width),
         ("", ""),
         *_processes(gpu, width),
-        *_wrapped(_unavailable(gpu["unavailable"]), width),
+        *wrapped(text.not_known(gpu["unavailable"]), width),
     ]
 
 
-def _wrapped(lines: Iterable[Line], width: int) -> list[Line]:
+def wrapped(lines: Iterable[Line], width: int) -> list[Line]:
+    """The lines in pieces of at most `width` columns, each with its line's style."""
     return [(part, style) for line, style in lines for part in text.wrap(line, width)]
 
 
@@ -52,7 +53,7 @@ def job_lines(job: Values, snapshot: Values, width: int) -> list[Line]:
     if gpu is None:
         if not job["gpus"]:
             return []
-        return _wrapped([(text.clean(f"gpu: {_claim(job)}"), "")], width)
+        return wrapped([(text.clean(f"gpu: {_claim(job)}"), "")], width)
     devices = {device["uuid"]: device for device in snapshot["gpus"]}
     lines: list[Line] = [(_summary(gpu), "")]
     for hold in gpu["holds"]:
@@ -65,7 +66,7 @@ def job_lines(job: Values, snapshot: Values, width: int) -> list[Line]:
     lines += [(f"  not on this node: {text.clean(name)}", _WARN) for name in gpu["unknown"]]
     if job["gpus"]:
         lines.append((text.clean(f"  {_claim(job)}"), "dim"))
-    return _wrapped(lines, width)
+    return wrapped(lines, width)
 
 
 def _summary(gpu: Values) -> str:
@@ -93,17 +94,20 @@ def _source(values: Values) -> str:
 
 
 def _title(gpu: Values) -> str:
-    what = "MIG instance" if gpu["parent_uuid"] else "GPU"
-    number = text.UNKNOWN if gpu["index"] is None else gpu["index"]
-    parts = [f"{what} {number}", gpu["mig_profile"], gpu["name"], gpu["uuid"], gpu["pci_bus_id"]]
+    number = gpus.or_unknown(gpu["index"])
+    if gpu["parent_uuid"]:
+        of = gpus.or_unknown(gpu["parent_index"])
+        what = f"MIG instance {gpus.or_unknown(gpu['gpu_instance'])} of GPU {of}"
+    else:
+        what = f"GPU {number}"
+    parts = [what, gpu["mig_profile"], gpu["name"], gpu["uuid"], gpu["pci_bus_id"]]
     if gpu["serial"]:
         parts.append(f"serial {gpu['serial']}")
     if gpu["minor"] is not None:
         parts.append(f"/dev/nvidia{gpu['minor']}")
     if gpu["parent_uuid"]:
-        instance = text.UNKNOWN if gpu["gpu_instance"] is None else gpu["gpu_instance"]
-        compute = text.UNKNOWN if gpu["compute_instance"] is None else gpu["compute_instance"]
-        parts.append(f"instance {instance}, compute {compute} of {gpus.short_uuid(gpu['parent_uuid'])}")
+        compute = gpus.or_unknown(gpu["compute_instance"])
+        parts.append(f"compute instance {compute} · of {gpus.short_uuid(gpu['parent_uuid'])}")
     if gpu["state"] != "ok":
         parts.append(gpus.state(gpu))
     return text.clean(" · ".join(part for part in parts if part))
@@ -133,10 +137,12 @@ def _holders(gpu: Values, snapshot: Values) -> list[Line]:
 
 def _figures(gpu: Values) -> list[str]:
     """How busy, how full, how hot, as far as it is known."""
+    newest = text.percent(gpu["utilization"])
+    sampled = "" if gpu["utilization"] is None else f" (newest sample {newest})"
     lines = [
         _known(
-            ("busy", gpu["busy_ratio"], text.percent),
-            ("newest", gpu["utilization"], text.percent),
+            ("busy", gpu["busy_ratio"], lambda share: text.percent(share) + sampled),
+            ("newest sample", gpu["utilization"] if gpu["busy_ratio"] is None else None, text.percent),
             ("memory read or written", gpu["memory_utilization"], text.percent),
         ),
         _known(
@@ -171,12 +177,18 @@ def _clock(mhz: float, most: int | None) -> str:
 
 def _throttling(gpu: Values) -> str:
     words = gpu["throttle_reasons"]
-    shares = [f"{cause} {text.percent(share)}" for cause, share in gpu["throttled_ratio"].items()]
-    if words is None and not shares:
-        return ""
-    said = text.UNKNOWN if words is None else ", ".join(words).replace("_", " ") or "nothing"
-    of_the_time = f" · of the time: {', '.join(shares)}" if shares else ""
-    return text.clean(f"clocks held down by {said}{of_the_time}")
+    shares = [
+        f"{cause.replace('_', ' ')} {text.percent(share)}" for cause, share in gpu["throttled_ratio"].items()
+    ]
+    said = []
+    if words is not None:
+        reasons = ", ".join(words).replace("_", " ")
+        said.append(f"clocks held down by {reasons}" if reasons else "clocks free")
+    free = words == []
+    if shares and not (free and not any(gpu["throttled_ratio"].values())):
+        start = "" if words else "held down " if free else "clocks held down "
+        said.append(f"{start}of the time: {', '.join(shares)}")
+    return text.clean(" · ".join(said))
 
 
 def _link(name: str, link: Values) -> str:
@@ -270,21 +282,7 @@ def _processes(gpu: Values, width: int) -> list[Line]:
         (gpu["rejected_processes"], "rejected: the driver's record cannot be true"),
     ):
         if count:
-            lines += _wrapped([(f"{count} {words}", "dim")], width)
+            lines += wrapped([(f"{count} {words}", "dim")], width)
     if not lines and "processes" not in gpu["unavailable"]:
         lines.append(("no process", "dim"))
-    return lines
-
-
-def _unavailable(reasons: dict[str, str]) -> list[Line]:
-    if not reasons:
-        return []
-    by_reason: dict[str, list[str]] = {}  # many fields may share one
-    for field, reason in sorted(reasons.items()):
-        by_reason.setdefault(reason, []).append(field)
-    lines: list[Line] = [("", ""), ("not known", "bold")]
-    lines += [
-        (f"  {text.clean(', '.join(fields))}: {text.clean(reason)}", "dim")
-        for reason, fields in by_reason.items()
-    ]
     return lines

@@ -41,11 +41,15 @@ def throttle_words(bits: int | None) -> list[str] | None:
     return [*words, hex(unknown)] if unknown else words
 
 
-def device(gpu: GpuSample, deltas: Deltas) -> Values:
-    """One GPU or MIG instance; `deltas` are those of its UUID."""
+def device(gpu: GpuSample, deltas: Deltas, parent_index: int | None = None) -> Values:
+    """One GPU or MIG instance.
+
+    `deltas` are those of its UUID, `parent_index` is the index of an instance's GPU.
+    """
     used, total = optional(gpu, "memory_used_bytes"), optional(gpu, "memory_total_bytes")
     result: Values = {"uuid": gpu.uuid}
     result |= {name: getattr(gpu, name) or None for name in _TEXTS}
+    result["parent_index"] = parent_index
     result |= {name: optional(gpu, name) for name in _PLAIN}
     result |= {
         "time": iso_time(gpu.time_ns) if gpu.time_ns else None,

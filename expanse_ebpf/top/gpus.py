@@ -9,13 +9,14 @@ from typing import Any
 from expanse_ebpf.top import text
 from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.gpu_rates import NO_THROTTLING
-from expanse_ebpf.top.table import Column
+from expanse_ebpf.top.table import Column, as_wide
 
 STATES = {"silent": "no answer"}  # where the word for people is another
 _STATE_STYLES = {"lost": "bold red", "silent": "yellow"}
 _GIB = 1 << 30
 # "GPU-" or "MIG-" and a UUID, or, with drivers before R470, "MIG-GPU-UUID/GPU INSTANCE/COMPUTE INSTANCE".
 _UUID = re.compile(r"(GPU|MIG)-(?:GPU-)?([0-9a-fA-F]{8})-[0-9a-fA-F-]{27}((?:/\d+/\d+)?)")
+_ABSENT = re.compile(r"gpu index (\d+)")  # what the source says of a GPU without a handle
 _MOST_UUID = 16  # columns, where it has another form
 _LAST = 1 << 64  # where a number is missing: behind those that there are
 
@@ -56,8 +57,24 @@ def _place(gpu: Values) -> tuple[Any, ...]:
 
 
 def label(gpu: Values) -> str:
-    """Which device it is, in a few characters: "0 GPU-5a6b7c8d"."""
-    return f"{text.UNKNOWN if gpu['index'] is None else gpu['index']} {short_uuid(gpu['uuid'])}"
+    """Which device it is, in a few characters: "0 GPU-5a6b7c8d", of a MIG instance "3/9 MIG-1b2c3d4e".
+
+    An instance has the index of its GPU and the number of its GPU instance; and that of the compute
+    instance where it is not the first.
+    """
+    return f"{_number(gpu)} {short_uuid(gpu['uuid'])}"
+
+
+def _number(gpu: Values) -> str:
+    if not gpu["parent_uuid"]:
+        return or_unknown(gpu["index"])
+    parts = [or_unknown(gpu["parent_index"]), or_unknown(gpu["gpu_instance"])]
+    return "/".join([*parts, str(gpu["compute_instance"])] if gpu["compute_instance"] else parts)
+
+
+def or_unknown(number: int | None) -> str:
+    """A number as it is, a dash when it is not known."""
+    return text.UNKNOWN if number is None else str(number)
 
 
 def kind(gpu: Values) -> str:
@@ -154,16 +171,6 @@ def _warning(wrong: Callable[[Values], object]) -> Callable[[Values], str]:
     return lambda gpu: "yellow" if wrong(gpu) else ""
 
 
-def _as_wide(show: Callable[[Values], str], least: int, most: int) -> Callable[[Sequence[Values]], int]:
-    """A column as wide as what is in it: that changes seldom."""
-
-    def width(devices: Sequence[Values]) -> int:
-        needed = max((text.cell_width(show(gpu)) for gpu in devices), default=0)
-        return max(least, min(most, needed))
-
-    return width
-
-
 def _label(gpu: Values) -> str:
     return ("  " if gpu["nested"] else "") + label(gpu)
 
@@ -173,8 +180,8 @@ def _index(gpu: Values) -> Any:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("gpu", "GPU", 16, _label, _index, -1, right=False, least=18, usual=_as_wide(_label, 8, 24)),
-    Column("name", "NAME", 20, kind, kind, 9, right=False),
+    Column("gpu", "GPU", 16, _label, _index, -1, right=False, least=18, usual=as_wide(_label, 8, 24)),
+    Column("name", "NAME", 20, kind, kind, 9, right=False, least=20, usual=as_wide(kind, 4, 40)),
     Column(
         "held",
         "HELD BY",
@@ -184,18 +191,20 @@ COLUMNS: tuple[Column, ...] = (
         1,
         right=False,
         least=10,
-        usual=_as_wide(held_by, 10, 36),
+        usual=as_wide(held_by, 10, 60),
         style=_warning(lambda g: g["conflicts"]),
     ),
     Column("busy", "GPU%", 6, lambda g: text.percent(busy(g)), busy, 0, style=lambda _: "bold"),
     _ratio("sm", "SM%", "sm_active_ratio", 4),
     _ratio("tensor", "TENSOR%", "tensor_ratio", 7),
     _ratio("dram", "DRAM%", "dram_ratio", 7),
-    Column("memory", "MEMORY", 12, memory, lambda g: g["memory_used_bytes"], 2),
+    Column(
+        "memory", "MEMORY", 13, memory, lambda g: g["memory_used_bytes"], 2, usual=as_wide(memory, 12, 18)
+    ),
     Column("power", "POWER", 11, power, lambda g: g["power_watts"], 5),
     Column("temperature", "TEMP", 5, _temperature, lambda g: g["temperature_c"], 5),
     Column("clock", "CLOCK", 8, _clock, lambda g: g["sm_clock_mhz"], 8),
-    Column("state", "STATE", 9, state, state, 1, right=False, usual=_as_wide(state, 5, 10), style=_any_state),
+    Column("state", "STATE", 9, state, state, 1, right=False, usual=as_wide(state, 5, 10), style=_any_state),
     Column(
         "xids",
         "XID",
@@ -205,7 +214,7 @@ COLUMNS: tuple[Column, ...] = (
         3,
         right=False,
         needs=lambda g: g["xids"] or None,
-        usual=_as_wide(xids, 3, 16),
+        usual=as_wide(xids, 3, 16),
         style=lambda _: "red",
     ),
     Column(
@@ -217,7 +226,7 @@ COLUMNS: tuple[Column, ...] = (
         6,
         right=False,
         least=12,
-        usual=_as_wide(_throttling, 12, 40),
+        usual=as_wide(_throttling, 12, 80),
         style=_warning(throttling),
     ),
 )
@@ -262,6 +271,14 @@ def nvml_reason(nvml: Values) -> str:
     return reason + (f" ({text.clean(nvml['code'])})" if nvml["code"] else "")
 
 
+def missing_part(name: str) -> str:
+    """What a source has no figures of, for people: a GPU as elsewhere on the screen."""
+    index = _ABSENT.fullmatch(name)
+    if index:  # it has no UUID as long as NVML gives no handle of it
+        return f"the GPU with NVML's index {index[1]}"
+    return f"GPU {short_uuid(name[4:])}" if name.startswith("gpu GPU-") else name
+
+
 def trouble(snapshot: Values, where: str) -> list[str]:
     """What is wrong with GPUs: one line each, mostly none. `where` says where to see more."""
     nvml, devices = snapshot["nvml"], snapshot["gpus"]
@@ -284,17 +301,15 @@ def trouble(snapshot: Values, where: str) -> list[str]:
 
 
 def conflicts(snapshot: Values) -> list[str]:
-    """Contradictions between the sources; one that a device and a job both tell of is there once."""
+    """Contradictions between the sources, as each device and each job tells of them."""
     lines = [
         f"conflict, GPU {label(gpu)}: {text.clean(words)}"
         for gpu in rows(snapshot["gpus"])
         for words in gpu["conflicts"]
     ]
-    told = {words for gpu in snapshot["gpus"] for words in gpu["conflicts"]}
     return lines + [
         f"conflict, {text.clean(job['key'])}: {text.clean(words)}"
         for job in snapshot["jobs"]
         if job["gpu"]
         for words in job["gpu"]["conflicts"]
-        if words not in told
     ]

@@ -17,7 +17,7 @@ TEXT = """\
   /      filter by key, name, user, state; GPUs by holder, UUID, state
   Esc    close it; no filter        Space  pause     t  light or dark
                                     ?  this          q  quit
-[b]Order of jobs[/b]
+[b]Order of jobs[/b] (GPUs stand by their index)
   c cores   m memory   i I/O   s switches   w wait
   p processes   n key   u user   y Python   r reverse
   h GPUs held   b GPU busy   a SM active   v GPU memory   e power
@@ -26,12 +26,12 @@ TEXT = """\
   IPC        instructions per cycle MISS     cache misses per reference
   SWITCH/S   context switches       WAIT     tasks waiting for a CPU
   I/O        bytes read and written
-  GPU        GPUs held; ! sources disagree about them, ? none is left
+  GPU        GPUs held; ! sources disagree, ? some are not of this node
   GPU%       time its GPUs are busy SM%      time their SMs are active
   GPU MEM    of its processes       POWER    of GPUs that it holds alone
   PYTHON     the line that was on a CPU most in the last 10 s, or,
              below half a core, where the program waits
-  A dash stands where a figure is not known.
+  A dash: the figure is not known; 9* is not of all the job's GPUs.
 """
 
 

@@ -28,9 +28,11 @@ def render(
     cost, *wrong = footer(snapshot)
     foot = [cost, *([left_out] if left_out else []), *(gpus.conflicts(snapshot) if devices else []), *wrong]
     gap = [] if height is not None and height < 12 else [""]
+    if width is not None:
+        foot = [part for line in foot for part in text.wrap(line, width)]
     room = len(rows)
     if height is not None:
-        foot = foot[: max(1, height // 6)]
+        foot = foot[: max(1, height // 6, height - 4 - 2 * len(gap) - len(rows))]
         # Less the first line, the titles, the line that says "more", and the prompt below.
         room = max(1, height - 4 - 2 * len(gap) - len(foot))
     lines = [headline(snapshot), *gap, *drawn[: room + 1]]
@@ -89,7 +91,7 @@ def trouble(snapshot: Values) -> list[str]:
     missing: dict[str, list[str]] = {}  # by reason, which many parts may share
     for source in collector["sources"]:
         for part, reason in sorted(source["unavailable"].items()):
-            missing.setdefault(reason, []).append(part)
+            missing.setdefault(reason, []).append(gpus.missing_part(part))
     lines += [f"not known: {text.clean(', '.join(p))}: {text.clean(r)}" for r, p in missing.items()]
     for field, words in (
         ("events_lost", "cgroup events lost; the cgroup tree was compared instead"),

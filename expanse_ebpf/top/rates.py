@@ -77,6 +77,7 @@ class Rates:
         if self._last is not None:  # those that have gone since did their part
             cpus = max(cpus, self._last.host.cpus_online)
         instances = {gpu.uuid for gpu in report.gpus if gpu.parent_uuid}
+        indexes = {gpu.uuid: gpu.index for gpu in report.gpus if gpu.HasField("index")}
         jobs: list[Values] = []
         bad = 0
         for job in report.jobs:
@@ -89,7 +90,7 @@ class Rates:
             series = self._gpus.setdefault(gpu.uuid, Series())
             series.seen = self._count
             deltas = Deltas(series, self._clock, None, 0)
-            gpus.append(gpu_rates.device(gpu, deltas))
+            gpus.append(gpu_rates.device(gpu, deltas, indexes.get(gpu.parent_uuid)))
             bad += deltas.bad
         self._series = {k: s for k, s in self._series.items() if self._count - s.seen < KEEP_REPORTS}
         self._gpus = {k: s for k, s in self._gpus.items() if self._count - s.seen < KEEP_REPORTS}

@@ -44,6 +44,16 @@ def usual(column: Column, rows: Sequence[Values]) -> int:
     return column.usual(rows) if column.usual else column.width
 
 
+def as_wide(show: Callable[[Values], str], least: int, most: int) -> Callable[[Sequence[Values]], int]:
+    """A column as wide as what is in it, for what changes seldom."""
+
+    def width(rows: Sequence[Values]) -> int:
+        needed = max((text.cell_width(show(row)) for row in rows), default=0)
+        return max(least, min(most, needed))
+
+    return width
+
+
 def printed(column: Column, rows: Sequence[Values]) -> int:
     """The width that a column has in print, with just these values."""
     return max([len(column.title), *(text.cell_width(column.show(row)) for row in rows)])

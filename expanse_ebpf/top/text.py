@@ -65,6 +65,20 @@ def wrap(line: str, width: int) -> list[str]:
     return [*lines, current]
 
 
+def not_known(reasons: Mapping[str, str]) -> list[Line]:
+    """What is missing and why, as the end of a panel; fields that share a reason share a line."""
+    if not reasons:
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for field, reason in sorted(reasons.items()):
+        by_reason.setdefault(reason, []).append(field)
+    lines: list[Line] = [("", ""), ("not known", "bold")]
+    lines += [
+        (f"  {clean(', '.join(fields))}: {clean(reason)}", "dim") for reason, fields in by_reason.items()
+    ]
+    return lines
+
+
 def _pieces(item: str, width: int) -> list[tuple[str, str]]:
     """What is not to be broken, each with what stands before it: the item, or its words where it is long."""
     if cell_width(item) <= width:

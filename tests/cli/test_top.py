@@ -234,9 +234,9 @@ def test_gpus_in_a_table(gpu_socket: str) -> None:
     assert (result.returncode, result.stderr) == (0, b"")
     lines = result.stdout.decode().splitlines()
     assert lines[2].startswith("GPU  ")
-    assert [line[:16].strip() for line in lines[3:10]] == [
+    assert [line[:18].strip() for line in lines[3:10]] == [
         *(f"{i} GPU-{i}a6b7c8d" for i in range(4)),
-        *("0 MIG-aaaaaaaa", "1 MIG-bbbbbbbb", "4 GPU-4a6b7c8d"),
+        *("3/7 MIG-aaaaaaaa", "3/8 MIG-bbbbbbbb", "4 GPU-4a6b7c8d"),
     ]
     assert run("--gpus", "--ascii", "--socket", gpu_socket).stdout.isascii()
 
@@ -333,6 +333,7 @@ def test_no_agent() -> None:
     [
         (["--node", "gpu1"], b"error: --node needs --controller HOST:PORT"),
         (["--controller", "gpu1"], b"error: --controller: 'gpu1' is not HOST:PORT"),
+        (["--gpus", "--sort", "cpu"], b"error: --sort is for jobs; leave it out with --gpus"),
         (["--controller", "h:1", "--socket", "/x"], b"error: --socket and --controller exclude each other"),
     ],
 )

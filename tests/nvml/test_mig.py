@@ -4,6 +4,7 @@ import pytest
 
 from expanse_ebpf.nvml import reasons
 from tests.nvml.conftest import EAGER, Asked, MakeNode, MakeWorker, Round
+from tests.stand_ins.h100 import Fault
 from tests.stand_ins.nvml import mig_uuid, uuid
 
 GIB = 1 << 30
@@ -37,6 +38,17 @@ def test_an_instance_has_its_identity_its_gpu_and_its_memory(worker: Asked) -> N
     assert instance.time_ns == found.gpu(0).time_ns
     assert found.gpu(0).mig_enabled
     assert not found.gpu(1).mig_enabled
+
+
+@pytest.mark.parametrize("name", [None, Fault(999)])
+def test_an_instance_without_a_name_is_there(worker: Asked, name: Fault | None) -> None:
+    worker.gpus.mig(0, [{}, {}])
+    worker.gpus.set((0, 0), name=name)
+    found = worker.ask()
+    assert instances(found) == [mig_uuid(0, 0), mig_uuid(0, 1)]
+    nameless = found.samples[mig_uuid(0, 0)]
+    assert (nameless.name, nameless.mig_profile, nameless.gpu_instance) == ("", "", 7)
+    assert nameless.memory_total_bytes == 10_468_982_784
 
 
 def test_the_gpu_goes_before_its_instances_and_they_before_the_next_gpu(worker: Asked) -> None:

@@ -24,7 +24,9 @@ from ..stand_ins.nvml import StandIn, mig_uuid, uuid
 
 INTERVAL_S = 0.15
 GIB = 1 << 30
-DEVICES = "Character devices:\n  1 mem\n195 nvidia\n511 nvidia-uvm\n\nBlock devices:\n  8 sd\n"
+DEVICES = (
+    "Character devices:\n  1 mem\n195 nvidia\n508 nvidia-caps\n511 nvidia-uvm\n\nBlock devices:\n  8 sd\n"
+)
 
 
 class Machine:
@@ -37,7 +39,11 @@ class Machine:
         (folder / "proc" / "devices").write_text(DEVICES)
         self.jobs: list[Job] = []
         config = GpuConfig(library=str(gpus.library), profiler=profiler)
-        pods = partial(PodResources, str(kubelet.socket), every_s=0.05) if kubelet is not None else None
+        pods = (
+            partial(PodResources, str(kubelet.socket), every_s=0.05, keep_s=1.0)
+            if kubelet is not None
+            else None
+        )
         self.source = GpuSource(
             Client(config, INTERVAL_S), ClaimReader(pods, str(folder / "proc")), profiler=profiler
         )
@@ -320,11 +326,13 @@ def test_while_the_kubelet_is_away_figures_go_on(machine: Make, kubelet: Kubelet
     """K8-01: a kubelet that is started anew makes its socket anew."""
     kubelet.give("default", "a", "nvidia.com/gpu", uuid(0))
     node = machine(kubelet=kubelet)
-    node.job("kubernetes/default/a")
+    pod = node.job("kubernetes/default/a")
     node.until(lambda r: of(r, 0).holders)
     kubelet.stop()
-    for _ in range(3):
-        assert of(node.tick(), 0).HasField("power_mw")
+    report = node.until(lambda r: not of(r, 0).holders)
+    assert of(report, 0).power_mw == 70_000
+    assert not sample(report, pod).gpu.holds
+    assert "kubelet" in node.source.unavailable["pod-resources"]
     kubelet.pods.clear()
     kubelet.give("default", "b", "nvidia.com/gpu", uuid(1))
     node.job("kubernetes/default/b")
@@ -332,6 +340,7 @@ def test_while_the_kubelet_is_away_figures_go_on(machine: Make, kubelet: Kubelet
     report = node.until(lambda r: of(r, 1).holders)
     assert of(report, 1).holders[0].id == "default/b"
     assert not of(report, 0).holders
+    assert "pod-resources" not in node.source.unavailable
 
 
 def test_what_the_kubelet_gives_and_the_node_has_not_is_named(machine: Make, kubelet: Kubelet) -> None:
@@ -377,3 +386,97 @@ def test_a_job_that_ends_leaves_nothing_behind(machine: Make) -> None:
     report = node.until(lambda r: not of(r, 1).holders)
     assert of(report, 1).state == "ok"
     assert node.source._accounts == {}
+
+
+def test_a_process_of_no_job_may_be_the_one_that_nvml_means(machine: Make) -> None:
+    """The host's own process 324 has the GPU open, and so has 324 of a container."""
+    node = machine()
+    node.proc.process(324, "/dev/nvidia0", program="/usr/bin/Xorg")
+    node.proc.process(645400, "/dev/nvidia0", numbers=(645400, 324))
+    job = node.job("container/abc", 645400)
+    node.gpus.processes(0, [(324, GIB)])
+    for _ in range(5):
+        report = node.tick()
+    assert of(report, 0).unresolved_processes == 1
+    assert not sample(report, job).gpu.HasField("memory_bytes")
+
+
+def test_another_jobs_process_on_a_gpu_that_was_given_out_does_work_that_is_not_the_owners(
+    machine: Make, kubelet: Kubelet
+) -> None:
+    kubelet.give("default", "a", "nvidia.com/gpu", uuid(0))
+    node = machine(kubelet=kubelet)
+    node.proc.process(7000, "/dev/nvidia0")
+    owner = node.job("kubernetes/default/a")
+    report = node.until(lambda r: sample(r, owner).gpu.HasField("power_mw"))
+    node.job("run/intruder", 7000)
+    node.gpus.processes(0, [(7000, GIB)])
+    report = node.until(lambda r: of(r, 0).processes and of(r, 0).processes[0].job)
+    assert not sample(report, owner).gpu.HasField("power_mw")
+    assert [hold.sharers for hold in sample(report, owner).gpu.holds] == [1]
+
+
+def test_a_pod_that_the_kubelet_has_not_told_of_yet_is_not_said_to_have_none(
+    machine: Make, kubelet: Kubelet
+) -> None:
+    node = machine(kubelet=kubelet)
+    node.until(lambda r: kubelet.calls > 1)
+    node.proc.process(7000, "/dev/nvidia0")
+    kubelet.answering.clear()
+    calls = kubelet.calls
+    pod = node.job("kubernetes/default/new", 7000)
+    node.gpus.processes(0, [(7000, GIB)])
+    report = node.until(lambda r: sample(r, pod).gpu.holds)
+    assert [hold.source for hold in sample(report, pod).gpu.holds] == ["processes"]
+    assert sample(report, pod).gpu.conflicts == []
+    kubelet.answering.set()
+    report = node.until(lambda r: sample(r, pod).gpu.conflicts)  # two answers later it has none for certain
+    assert kubelet.calls >= calls + 2
+
+
+def test_open_files_tell_where_nothing_else_does(machine: Make) -> None:
+    node = machine()
+    node.proc.process(4000, "/dev/nvidia1")
+    job = node.job("run/a", 4000)
+    report = node.until(lambda r: sample(r, job).gpu.holds)
+    assert [(h.uuid, h.source) for h in sample(report, job).gpu.holds] == [(uuid(1), "open_files")]
+
+
+def test_a_capability_that_is_open_tells_the_mig_instance(machine: Make) -> None:
+    node = machine()
+    node.gpus.mig(0, [{"gpu_instance": 1}, {"gpu_instance": 2}])
+    caps = node.proc.path / "driver" / "nvidia-caps"
+    caps.mkdir(parents=True)
+    lines = [f"gpu0/gi{gi}/access {10 * gi}\ngpu0/gi{gi}/ci0/access {10 * gi + 1}\n" for gi in (1, 2)]
+    (caps / "mig-minors").write_text("".join(lines))
+    node.proc.process(4000, "/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap20", "/dev/nvidia-caps/nvidia-cap21")
+    job = node.job("run/a", 4000)
+    report = node.until(lambda r: sample(r, job).gpu.holds)
+    assert [h.uuid for h in sample(report, job).gpu.holds] == [mig_uuid(0, 1)]
+
+
+def test_why_capabilities_and_cgroups_do_not_tell_is_said(machine: Make, tmp_path: Path) -> None:
+    node = machine()
+    node.gpus.mig(0, [{}])
+    job = node.job("slurm/5")
+    job.directories["devices"] = str(tmp_path / "gone")
+    node.until(lambda r: len(r.gpus) == 3)
+    for _ in range(2):  # and goes on being said
+        node.tick()
+        assert "mig-minors" in node.source.unavailable["mig capabilities"]
+        assert "slurm/5" in node.source.unavailable["device cgroup"]
+
+
+def test_without_use_by_process_the_use_of_a_shared_gpu_is_absent(machine: Make) -> None:
+    node = machine()
+    node.gpus.fail("nvmlDeviceGetProcessUtilization", 999)
+    jobs = [node.job(f"run/{name}", pid) for name, pid in (("a", 4000), ("b", 5000))]
+    for pid in (4000, 5000):
+        node.proc.process(pid, "/dev/nvidia0")
+    node.gpus.processes(0, [(4000, GIB), (5000, GIB)])
+    node.until(lambda r: len(of(r, 0).holders) == 2)
+    for _ in range(3):
+        report = node.tick()
+    for job in jobs:
+        assert not sample(report, job).gpu.HasField("busy_ns")
+        assert "does not tell by process" in sample(report, job).unavailable["gpu.busy_ns"]

@@ -110,3 +110,20 @@ WORKING: dict[str, Value] = {
     "pcie_tx_kbps": 900_000,
     "pcie_rx_kbps": 1_200_000,
 }
+
+# What GPM says of it, by the ids of nvmlGpmMetricId_t: percent, and MiB/s of PCIe and NVLink.
+WORKING_GPM: dict[int, Value] = {
+    1: 95.0,  # graphics
+    2: 88.5,  # SM
+    3: 41.0,  # warps
+    4: 12.0,  # integer
+    5: 52.0,  # tensor
+    10: 63.0,  # DRAM
+    11: 0.0,  # FP64
+    12: 9.0,  # FP32
+    13: 4.5,  # FP16
+    20: 850.0,
+    21: 1200.0,
+    60: 9000.0,
+    61: 9000.0,
+}

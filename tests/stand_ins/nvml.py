@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.stand_ins.build import SONAME, VARIANTS, build
-from tests.stand_ins.h100 import H100, INSTANCE, PROFILES, WORKING, Fault, Value
+from tests.stand_ins.h100 import H100, INSTANCE, PROFILES, WORKING, WORKING_GPM, Fault, Value
 
 ALL_LINKS = 0xFFFFFFFF  # the scope of a field of NVLink that means the sum of all links
 XID = 8  # nvmlEventTypeXidCriticalError
@@ -32,13 +32,13 @@ Device = int | tuple[int, int]
 
 
 def uuid(number: int) -> str:
-    """That of a stand-in's GPU, by its index."""
-    return f"GPU-00000000-0000-0000-0000-{number:012d}"
+    """That of a stand-in's GPU, by its index; GPUs differ in what `top` shows of it."""
+    return f"GPU-{number:08d}-0000-0000-0000-{number:012d}"
 
 
 def mig_uuid(number: int, instance: int) -> str:
     """That of a MIG instance."""
-    return f"MIG-00000000-0000-0000-{instance:04d}-{number:012d}"
+    return f"MIG-{number:04d}{instance:04d}-0000-0000-{instance:04d}-{number:012d}"
 
 
 def _subject(device: Device) -> str:
@@ -290,7 +290,7 @@ def main() -> None:
             gpus.auto(device, **WORKING)
             gpus.gpm(
                 device,
-                {1: 95.0, 2: 88.5, 3: 41.0, 5: 52.0, 10: 63.0, 20: 850.0, 21: 1200.0, 60: 9000.0, 61: 9000.0},
+                WORKING_GPM,
             )
     print(gpus.library)
 

@@ -29,7 +29,7 @@ def gpu_report(sequence: int, jobs: int = 3, interval_s: float = 1.0, pmu: bool 
         report.gpus[3].ClearField(field)
     report.gpus[3].unavailable["busy_ns"] = "not supported with MIG"
     for i, uuid in enumerate(MIG):
-        _instance(report.gpus.add(uuid=uuid, index=i, state="ok"), i, seconds)
+        _instance(report.gpus.add(uuid=uuid, state="ok"), i, seconds)
     _owners(report, seconds)
     return report
 
@@ -102,10 +102,10 @@ def _owners(report: Report, seconds: float) -> None:
     shared.processes.add(pid=4100, memory_bytes=5 * GIB, kind="compute", job="slurm/4412", resolved=True)
     shared.processes.add(pid=324, memory_bytes=GIB, kind="mps")
     shared.unresolved_processes, shared.rejected_processes = 1, 2
-    shared.conflicts.append(f"slurm/4412 holds it, but the kubelet gave it to {POD} alone")
+    shared.conflicts.append(f"given to more than one job, and not as shares: {POD}, slurm/4412")
     shared.xids[79], shared.xids[48] = 1, 3
     if len(report.jobs) > 1:
-        report.jobs[1].gpu.conflicts.append(f"slurm/4412 holds it, but the kubelet gave it to {POD} alone")
+        report.jobs[1].gpu.conflicts.append(f"its process 4101 uses GPU-9, which {POD} holds")
         report.jobs[1].gpu.unknown.append("GPU-ffffffff-0000-0000-0000-000000000000")
     event = report.gpu_events.add(time_ns=report.time_ns, uuid=UUIDS[2], kind="xid", xid=79)
     event.holders.extend(shared.holders)

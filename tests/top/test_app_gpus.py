@@ -10,6 +10,7 @@ from textual.containers import VerticalScroll
 
 from expanse_ebpf.top.app import TopApp
 from expanse_ebpf.top.feed import LocalFeed
+from expanse_ebpf.top.help import TEXT
 from expanse_ebpf.top.text import UNKNOWN
 from expanse_ebpf.wire.collector_pb2 import ProcessesReply, Report
 from tests.top.gpu_reports import UUIDS, gpu_report
@@ -24,7 +25,7 @@ def devices(v: View) -> list[str]:
 async def test_jobs_show_their_gpus_and_are_sorted_by_them(tmp_path: Path) -> None:
     async with view(tmp_path, size=(200, 50), jobs=4, make=gpu_report) as v:
         assert {"gpus", "gpu", "sm", "gpu_memory", "power"} <= set(v.app.board.shown_widths)
-        assert v.column("gpus") == [UNKNOWN, "1 MIG", "1!", "2"]
+        assert v.column("gpus") == [UNKNOWN, "1 MIG", "1!?", "2"]
         assert v.column("gpu") == [*[UNKNOWN] * 3, "68.9%"]
         assert v.column("state")[1] == "held idle"
         for key, name in (("h", "gpus"), ("b", "gpu"), ("a", "sm"), ("v", "gpu_memory"), ("e", "power")):
@@ -39,7 +40,7 @@ async def test_g_shows_the_devices_and_the_jobs_again(tmp_path: Path) -> None:
         await v.press("g")
         assert devices(v) == [
             *("0 GPU-0a6b7c8d", "1 GPU-1a6b7c8d", "2 GPU-2a6b7c8d", "3 GPU-3a6b7c8d"),
-            *("0 MIG-aaaaaaaa", "1 MIG-bbbbbbbb", "4 GPU-4a6b7c8d"),
+            *("3/7 MIG-aaaaaaaa", "3/8 MIG-bbbbbbbb", "4 GPU-4a6b7c8d"),
         ]
         assert v.column("held")[:4] == ["slurm/4411", "slurm/4411", "2 jobs!", "1 of 2 MIG"]
         assert v.column("state")[-1] == "lost"
@@ -55,12 +56,29 @@ async def test_g_shows_the_devices_and_the_jobs_again(tmp_path: Path) -> None:
         assert v.app.board.cursor_row == 3
 
 
+@pytest.mark.parametrize(("width", "whole"), [(80, ("memory",)), (200, ("memory", "name"))])
+async def test_what_has_room_is_not_cut(tmp_path: Path, width: int, whole: tuple[str, ...]) -> None:
+    def h100s(sequence: int, jobs: int) -> Report:
+        report = gpu_report(sequence, jobs)
+        for gpu in report.gpus:
+            gpu.name, gpu.memory_used_bytes = "NVIDIA H100 80GB HBM3", 64 << 30
+            gpu.memory_total_bytes = 85_520_809_984
+        report.gpus[2].ClearField("xids")
+        return report
+
+    async with view(tmp_path, size=(width, 24), make=h100s) as v:
+        await v.press("g")
+        values = {"memory": "64.0/79.6 GiB", "name": "NVIDIA H100 80GB HBM3"}
+        for name in whole:
+            assert v.column(name)[0] == values[name]
+
+
 async def test_enter_shows_everything_about_a_gpu(tmp_path: Path) -> None:
     async with view(tmp_path, size=(80, 24), make=gpu_report) as v:
         await v.press("g", "down", "down", "enter")
         detail = v.text("#detail-text")
         assert detail.startswith(f"GPU 2 · NVIDIA H200 · {UUIDS[2]}")
-        assert "conflict: slurm/4412 holds it" in detail
+        assert "conflict: given to more than one job" in detail
         assert detail.count("Xid 79, held by slurm/4412, team/notebook") == 20  # of the reports before, too
         assert v.node.asked == []  # no job's processes are asked for
         panel = v.app.query_one("#detail", VerticalScroll)
@@ -138,12 +156,20 @@ async def test_a_node_without_gpus_says_why(tmp_path: Path) -> None:
 async def test_what_is_wrong_is_told_below(tmp_path: Path) -> None:
     async with view(tmp_path, make=gpu_report) as v:
         assert v.text("#note") == (
-            "GPU lost: 4 GPU-4a6b7c8d · 1 GPU conflict; see g · 1 GPU process whose job is not known; see g"
+            "GPU lost: 4 GPU-4a6b7c8d · 2 GPU conflicts; see g · 1 GPU process whose job is not known; see g"
         )
         assert "g GPUs" in v.text("#cost")
         await v.press("g")
-        assert "1 GPU conflict; Enter tells more" in v.text("#note")
+        assert "2 GPU conflicts; Enter tells more" in v.text("#note")
         assert "g jobs" in v.text("#cost")
+
+
+async def test_the_help_fits_on_an_ordinary_terminal(tmp_path: Path) -> None:
+    async with view(tmp_path, size=(80, 24), make=gpu_report) as v:
+        await v.press("question_mark")
+        box = v.app.screen.query_one(VerticalScroll)
+        assert box.max_scroll_y == 0  # a scroll bar would cut the lines
+        assert "! sources disagree, ? some are not of this node" in TEXT
 
 
 async def test_it_can_begin_with_the_devices(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expanse_ebpf.top import gpu_panel, text
+from expanse_ebpf.top import detail, gpu_panel, text
 from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.rates import snapshot
 from expanse_ebpf.wire.collector_pb2 import Report
@@ -31,7 +31,7 @@ def test_everything_about_a_device() -> None:
     assert lines[:12] == [
         f"GPU 1 · NVIDIA H200 · {UUIDS[1]} · 00000000:2B:00.0 · serial 165401 · /dev/nvidia1",
         "held by slurm/4411 · resnet50 · user0 · running · source: device cgroup",
-        "busy 45.9% · newest 88.0% · memory read or written 41.0%",
+        "busy 45.9% (newest sample 88.0%) · memory read or written 41.0%",
         "memory used 30.0 GiB · free 110 GiB · reserved 1.0 GiB · in all 141 GiB",
         "power 513/700 W · energy 10.8 kJ · GPU 65 C · memory 80 C · SM clock 1755 of 1980 MHz"
         " · memory clock 3201 of 3201 MHz",
@@ -57,7 +57,7 @@ def test_holders_conflicts_events_and_processes_of_a_shared_device() -> None:
     assert lines[1:4] == [
         "held by slurm/4412 · llama-sft · user1 · running · source: device cgroup",
         "held by team/notebook · no job that this node knows · source: pod resources",
-        "conflict: slurm/4412 holds it, but the kubelet gave it to team/notebook alone",
+        "conflict: given to more than one job, and not as shares: team/notebook, slurm/4412",
     ]
     assert "Xid: 48 x3, 79" in lines
     assert any(line.endswith(" UTC  Xid 79, held by slurm/4412, team/notebook") for line in lines)
@@ -73,15 +73,59 @@ def test_holders_conflicts_events_and_processes_of_a_shared_device() -> None:
 def test_a_split_gpu_tells_of_its_instances_and_an_instance_of_its_gpu() -> None:
     whole, instance = device(3), device(5)
     assert whole[1:3] == [
-        "MIG instance 0 MIG-aaaaaaaa 1g.18gb · held by slurm/4413",
-        "MIG instance 1 MIG-bbbbbbbb 1g.18gb · held by nobody",
+        "MIG instance 3/7 MIG-aaaaaaaa 1g.18gb · held by slurm/4413",
+        "MIG instance 3/8 MIG-bbbbbbbb 1g.18gb · held by nobody",
     ]
     assert instance[0] == (
-        f"MIG instance 0 · 1g.18gb · NVIDIA H200 MIG 1g.18gb · {MIG[0]} · /dev/nvidia3"
-        " · instance 7, compute 0 of GPU-3a6b7c8d"
+        f"MIG instance 7 of GPU 3 · 1g.18gb · NVIDIA H200 MIG 1g.18gb · {MIG[0]} · /dev/nvidia3"
+        " · compute instance 0 · of GPU-3a6b7c8d"
     )
     assert instance[-3:] == ["", "not known", "  power_mw: NVML gives it of the whole GPU only"]
     assert not any(line.startswith(("power", "busy", "clocks", "PCIe", "ECC")) for line in instance)
+
+
+def test_clocks_in_words() -> None:
+    def clocks(bits: int | None, causes: tuple[str, ...], share: float = 0.0) -> list[str]:
+        before, report = gpu_report(20), gpu_report(21)
+        for one, seconds in ((before, 0.0), (report, share)):
+            gpu = one.gpus[0]
+            gpu.ClearField("throttle_reasons")
+            if bits is not None:
+                gpu.throttle_reasons = bits
+            gpu.throttled_ns.clear()
+            for cause in causes:
+                gpu.throttled_ns[cause] = int(seconds * 1e9)
+        return [line for line in device(0, snapshot(before, report, 0.1)) if line.startswith("clocks")]
+
+    assert clocks(0, ()) == ["clocks free"]
+    assert clocks(0, ("board_limit", "sync_boost")) == ["clocks free"]
+    assert clocks(0, ("board_limit", "sync_boost"), 0.25) == [
+        "clocks free · held down of the time: board limit 25.0%, sync boost 25.0%"
+    ]
+    assert clocks(0x4, ()) == ["clocks held down by sw power cap"]
+    assert clocks(None, ("power",)) == ["clocks held down of the time: power 0.0%"]
+    assert clocks(None, ()) == []
+
+
+def test_the_newest_sample_stands_alone_where_no_time_was_measured() -> None:
+    report = gpu_report(21)
+    report.gpus[0].ClearField("busy_ns")
+    assert any(line.startswith("newest sample 88.0% · memory read") for line in device(0, shown(report)))
+
+
+def test_a_job_says_each_reason_once() -> None:
+    report = gpu_report(21)
+    for name in ("gpu.busy_ns", "gpu.power_mw", "gpu.energy_mj"):
+        report.jobs[0].unavailable[name] = "it is shared"
+    report.jobs[0].unavailable["network"] = "no namespace of its own"
+    snap = shown(report)
+    lines = detail.lines("slurm/4411", snap["jobs"][0], snap, "not asked", detail.ProcessRates(), 200)
+    assert [line for line, _ in lines[-4:]] == [
+        "",
+        "not known",
+        "  gpu.busy_ns, gpu.energy_mj, gpu.power_mw: it is shared",
+        "  network: no namespace of its own",
+    ]
 
 
 def test_a_lost_gpu_and_one_that_is_not_there_any_more() -> None:
@@ -127,7 +171,7 @@ def test_what_a_job_holds() -> None:
     assert job(1) == [
         f"gpu: 1 held · memory {text.UNKNOWN} of 141 GiB",
         "  2 GPU-2a6b7c8d  NVIDIA H200 · shared by 2 jobs · source: device cgroup",
-        "  conflict: slurm/4412 holds it, but the kubelet gave it to team/notebook alone",
+        "  conflict: its process 4101 uses GPU-9, which team/notebook holds",
         "  not on this node: GPU-ffffffff-0000-0000-0000-000000000000",
     ]
 

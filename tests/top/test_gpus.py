@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from expanse_ebpf.top import columns, gpus, plain, text
+from expanse_ebpf.top import columns, gpus, plain, table, text
 from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.rates import snapshot
 from expanse_ebpf.top.text import UNKNOWN, Locale
+from expanse_ebpf.visibility import HIDDEN_CONFLICT, visible
 from expanse_ebpf.wire.collector_pb2 import Report
 from tests.top.gpu_reports import MIG, POD, UUIDS, gpu_report
 from tests.top.serving import make_report
@@ -37,7 +38,7 @@ def test_jobs_have_their_gpus() -> None:
         *("GPU", "GPU%", "SM%", "GPU MEM", "POWER", "STATE", "PYTHON"),
     ]
     assert row(output, "slurm/4411")[11:17] == ["2", "68.9%", "70.0%", "49.0 GiB", "1025 W", "running"]
-    assert row(output, "slurm/4412")[11:16] == ["1!", *[UNKNOWN] * 4]
+    assert row(output, "slurm/4412")[11:16] == ["1!?", *[UNKNOWN] * 4]
     assert row(output, "slurm/4413")[11:12] == ["1 MIG"]
     assert row(output, "slurm/4413")[16] == "held idle"
 
@@ -68,16 +69,26 @@ def test_what_gpus_do_is_seen_on_ordinary_terminals(width: int) -> None:
         (1, 2, "", "1+2 MIG"),
         (0, 0, "", "0"),
         (2, 0, "conflicts", "2!"),
-        (0, 1, "unknown", "1 MIG!"),
-        (0, 0, "unknown", "?"),
-        (0, 0, "conflicts", "?"),
+        (0, 1, "unknown", "1 MIG?"),
+        (0, 0, "unknown", "0?"),
+        (0, 0, "conflicts", "0!"),
+        (1, 2, "conflicts unknown", "1+2 MIG!?"),
     ],
 )
 def test_how_many_gpus_a_job_holds(whole: int, parts: int, doubt: str, expected: str) -> None:
     gpu = {"count": whole + parts, "mig_instances": parts, "conflicts": [], "unknown": []}
-    if doubt:
-        gpu[doubt] = ["x"]
+    for field in doubt.split():
+        gpu[field] = ["x"]
     assert columns.gpus_held({"gpu": gpu}) == expected
+
+
+def test_a_figure_that_is_not_of_all_its_gpus_has_a_mark() -> None:
+    report = gpu_report(21)
+    report.jobs[0].unavailable["gpu"] = f"no figures of {UUIDS[1]}; see the GPU"
+    report.jobs[1].unavailable["gpu"] = f"no figures of {UUIDS[2]}; see the GPU"
+    output = plain.render(shown(report))
+    assert row(output, "slurm/4411")[11:16] == ["2", "68.9%*", "70.0%*", "49.0 GiB*", "1025 W*"]
+    assert row(output, "slurm/4412")[12:16] == [UNKNOWN] * 4  # what is not known at all needs none
 
 
 @pytest.mark.parametrize("name", ["gpus", "gpu", "sm", "gpu_memory", "power"])
@@ -98,13 +109,13 @@ def test_one_line_per_device_with_instances_below_their_gpu() -> None:
         *("GPU", "NAME", "HELD BY", "GPU%", "SM%", "TENSOR%", "DRAM%", "MEMORY", "POWER", "TEMP", "CLOCK"),
         *("STATE", "XID", "THROTTLED BY"),
     ]
-    assert [line[:16].rstrip() for line in lines[1:]] == [
+    assert [line[:18].rstrip() for line in lines[1:]] == [
         "0 GPU-0a6b7c8d",
         "1 GPU-1a6b7c8d",
         "2 GPU-2a6b7c8d",
         "3 GPU-3a6b7c8d",
-        "  0 MIG-aaaaaaaa",
-        "  1 MIG-bbbbbbbb",
+        "  3/7 MIG-aaaaaaaa",
+        "  3/8 MIG-bbbbbbbb",
         "4 GPU-4a6b7c8d",
     ]
     assert row(output, "0 GPU")[1:] == [
@@ -115,10 +126,12 @@ def test_one_line_per_device_with_instances_below_their_gpu() -> None:
     assert row(output, "2 GPU")[2] == "2 jobs!"
     assert row(output, "2 GPU")[-2:] == ["48 x3, 79", "sw power cap, hw thermal slowdown, 0x1000"]
     assert row(output, "3 GPU")[2:4] == ["1 of 2 MIG", UNKNOWN]
-    assert row(output, "0 MIG")[1:5] == ["1g.18gb", "slurm/4413", UNKNOWN, "10.0%"]
-    assert row(output, "1 MIG")[2] == UNKNOWN
+    assert row(output, "3/7 MIG")[1:5] == ["1g.18gb", "slurm/4413", UNKNOWN, "10.0%"]
+    assert row(output, "3/8 MIG")[2] == UNKNOWN
     assert row(output, "4 GPU")[2:] == [*[UNKNOWN] * 9, "lost", UNKNOWN]
-    assert f"conflict, GPU 2 GPU-2a6b7c8d: slurm/4412 holds it, but the kubelet gave it to {POD}" in output
+    shares = f"given to more than one job, and not as shares: {POD}, slurm/4412"
+    assert f"conflict, GPU 2 GPU-2a6b7c8d: {shares}" in output
+    assert f"conflict, slurm/4412: its process 4101 uses GPU-9, which {POD} holds" in output
 
 
 def test_the_plain_figure_stands_where_no_samples_were_measured() -> None:
@@ -194,6 +207,54 @@ def test_devices_stand_in_nvmls_order_and_orphans_by_themselves() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("parent_index", "instance", "compute", "expected"),
+    [(3, 9, 0, "3/9"), (3, 9, None, "3/9"), (3, 9, 1, "3/9/1"), (None, None, None, f"{UNKNOWN}/{UNKNOWN}")],
+)
+def test_an_instance_is_named_by_its_gpu_and_its_number(
+    parent_index: int | None, instance: int | None, compute: int | None, expected: str
+) -> None:
+    gpu = {"uuid": MIG[0], "parent_uuid": UUIDS[3], "index": None, "parent_index": parent_index}
+    gpu |= {"gpu_instance": instance, "compute_instance": compute}
+    assert gpus.label(gpu) == f"{expected} MIG-aaaaaaaa"
+
+
+def h100s() -> Values:
+    report = gpu_report(21)
+    for gpu in report.gpus[:5]:
+        gpu.name = "NVIDIA H100 80GB HBM3"
+        gpu.memory_used_bytes, gpu.memory_total_bytes = 64 << 30, 85_520_809_984
+    del report.gpus[4:]
+    return shown(report)
+
+
+def test_names_and_memory_are_whole_where_there_is_room() -> None:
+    rows = gpus.rows(h100s()["gpus"])
+    for width, whole in ((77, {"memory"}), (197, {"memory", "name"})):
+        chosen, _ = table.choose(gpus.COLUMNS, rows, width)
+        found = table.widths(chosen, rows, width)
+        assert sum(found.values()) + 2 * len(found) - 2 <= width
+        for column in chosen:
+            if column.name in whole:
+                cell = text.fit(column.show(rows[0]), found[column.name])
+                assert (
+                    cell.strip() == {"memory": "64.0/79.6 GiB", "name": "NVIDIA H100 80GB HBM3"}[column.name]
+                )
+                whole = whole - {column.name}
+        assert not whole
+
+
+def test_conflicts_are_whole_in_print_as_far_as_there_is_room() -> None:
+    lines = plain.render(shown(), 60, 24, devices=True).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("conflict, GPU 2"))
+    said = " ".join(line.strip() for line in lines[at:])
+    assert lines[at + 1].startswith("  ")
+    words = shown()["gpus"][2]["conflicts"][0]
+    assert f"conflict, GPU 2 GPU-2a6b7c8d: {words}" in said
+    assert not any(line.endswith("…") for line in lines[at:])
+    assert len(lines) <= 23
+
+
 def test_others_hold_it_where_their_names_are_not_to_be_seen() -> None:
     report = gpu_report(21)
     del report.gpus[0].holders[:]
@@ -224,7 +285,7 @@ def test_trouble_is_named() -> None:
     lines = plain.trouble(shown())
     assert lines[:3] == [
         "GPU lost: 4 GPU-4a6b7c8d",
-        "1 GPU conflict; see --gpus",
+        "2 GPU conflicts; see --gpus",
         "1 GPU process whose job is not known; see --gpus",
     ]
     report = gpu_report(21)
@@ -238,10 +299,35 @@ def test_trouble_is_named() -> None:
         "NVML is down: no answer in 5 s (hung)",
         "GPU lost: 4 GPU-4a6b7c8d",
         "NVML has no answer of GPU: 0 GPU-0a6b7c8d, 1 GPU-1a6b7c8d",
-        "4 GPU conflicts; see g",
+        "5 GPU conflicts; see g",
         "3 GPU processes whose job is not known; see g",
     ]
     assert not gpus.trouble(snapshot(None, make_report(1)), "see g")
+
+
+def test_what_a_user_may_not_read_of_conflicts_is_counted_all_the_same() -> None:
+    report = gpu_report(21)
+    seen = visible(report, 1001)  # who has job 4412
+    lines = gpus.conflicts(snapshot(None, seen))
+    assert lines == [
+        f"conflict, GPU 2 GPU-2a6b7c8d: {HIDDEN_CONFLICT}",
+        f"conflict, slurm/4412: {HIDDEN_CONFLICT}",
+    ]
+
+
+def test_a_gpu_without_figures_has_one_name_everywhere() -> None:
+    report = gpu_report(21)
+    source = report.collector.sources.add(name="gpu", up=True)
+    source.unavailable["gpu index 5"] = "it is lost"
+    source.unavailable[f"gpu {UUIDS[0]}"] = "NVML did not answer"
+    source.unavailable["pod-resources"] = "denied"
+    lines = plain.trouble(shown(report))
+    for line in (
+        "not known: the GPU with NVML's index 5: it is lost",
+        "not known: GPU GPU-0a6b7c8d: NVML did not answer",
+        "not known: pod-resources: denied",
+    ):
+        assert line in lines
 
 
 def test_a_silent_gpu_is_one_that_has_no_answer() -> None:

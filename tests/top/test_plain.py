@@ -161,6 +161,17 @@ def test_sort_puts_unknown_last_either_way() -> None:
     assert [j["id"] for j in columns.sort(jobs, "key", reverse=True)] == ["4413", "4412", "4411"]
 
 
+def test_rows_that_look_the_same_do_not_change_places() -> None:
+    for cores in ((2.001, 2.002, 2.004), (2.004, 2.002, 2.001)):
+        jobs = shown()["jobs"]
+        for job, value in zip(jobs, cores, strict=True):
+            job["cpu_cores"] = value
+        for reverse in (False, True):
+            assert [j["id"] for j in columns.sort(jobs, "cpu", reverse)] == ["4411", "4412", "4413"]
+    jobs[1]["cpu_cores"] = 2.006  # shown as 2.01
+    assert [j["id"] for j in columns.sort(jobs, "cpu")] == ["4412", "4411", "4413"]
+
+
 def test_columns_give_way_by_rank() -> None:
     jobs = with_gpus()["jobs"]
     for width in range(1, 180):
