@@ -204,12 +204,12 @@ def test_gpus_past_the_limit_go_and_the_others_stay(controller: Controller, node
     name = "expanse_controller_gpus_refused_total"
     before = metric(controller, name)
     made = report(1)
-    made.gpus.extend(GpuSample(uuid=f"GPU-{number}" if number else "") for number in range(300))
+    made.gpus.extend(GpuSample(uuid=f"GPU-{number}" if number else "") for number in range(556))
     made.gpu_events.extend(GpuEvent(uuid=f"GPU-{number}", kind="lost") for number in range(1100))
     assert nodes.send(up(made), hello=node(name="crowded", install="crowded")) == [1]
     assert metric(controller, name) == before + 44 + 100
     (snapshot,) = nodes.snapshot("crowded")
-    assert [gpu.uuid for gpu in snapshot.current.gpus] == [f"GPU-{number}" for number in range(1, 257)]
+    assert [gpu.uuid for gpu in snapshot.current.gpus] == [f"GPU-{number}" for number in range(1, 513)]
     assert len(snapshot.current.gpu_events) == 1000
 
 
