@@ -20,6 +20,7 @@ REMEDIES = {
     "driver_not_loaded": "modprobe nvidia",
     "timeout": "see the kernel log",
     "library_not_found": "install it with the driver, or set gpu.library to its path",
+    "library_not_loaded": "point gpu.library at the driver's libnvidia-ml.so.1",
     "gpu_is_lost": "see the kernel log for its Xid",
     "reset_required": "nvidia-smi --gpu-reset, or boot anew",
     "operating_system": "let it open /dev/nvidiactl",
