@@ -103,7 +103,7 @@ def test_events_are_charged_to_the_job_that_caused_them_and_none_is_lost(run: Ru
         assert charged <= tick["after"][name] - first["before"][name]
     for name in EVENTS:
         reading = sum(tick["after"][name] - tick["before"][name] for tick in (first, ticks[-1]))
-        assert reading < 0.001 * (ticks[-1]["charged"][name] - first["charged"][name])
+        assert reading < 0.005 * (ticks[-1]["charged"][name] - first["charged"][name])
 
     assert never_falls(ticks)
     for before, after in itertools.pairwise(tick["rows"] for tick in ticks):

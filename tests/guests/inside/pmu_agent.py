@@ -49,7 +49,7 @@ def instructions(number: int) -> bytes:
     assert fd >= 0
     code = b""
     for _ in range(2):  # first to learn the length
-        info, size = libbpf._ProgramInfo(), ctypes.c_uint32(ctypes.sizeof(libbpf._ProgramInfo))
+        info, size = libbpf.ProgramInfo(), ctypes.c_uint32(ctypes.sizeof(libbpf.ProgramInfo))
         buffer = ctypes.create_string_buffer(len(code) or 1)
         if code:
             info.xlated_prog_len, info.xlated_prog_insns = len(code), ctypes.addressof(buffer)
