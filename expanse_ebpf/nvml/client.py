@@ -343,7 +343,7 @@ class Client:
         listed = [uuid for uuid in order if identifier(uuid)] if isinstance(order, list) else []
         self.listed = frozenset(listed[:_MOST_DEVICES])
         self._order = [uuid for uuid in listed[:_MOST_DEVICES] if uuid not in self._skipped]
-        absent = list(mapping(nvml.get("absent")).items())[: _MOST_DEVICES + 1]
+        absent = list(mapping(nvml.get("absent")).items())[:_MOST_DEVICES]
         self._absent = {name: error_code(error) for name, error in absent if identifier(name)}
         self._suspects.keep(self.listed | self._absent.keys())
         self._failures = [code for name, code in self._absent.items() if name not in self._suspects]

@@ -4,8 +4,9 @@ A device's line has `uuid`, `time_ns` and either `lost` or `failed` (NVML's erro
 the names of GpuSample; "throttled_ns.power" is an entry of a map), `missing` (NVML's errors by name), `added`
 (what the round adds to counters that are kept here), `stamp` (of the newest sample of use that was taken),
 `processes` (`pid`, `memory_bytes`, `kind`, and of which MIG instance: `gpu_instance`, `compute_instance`),
-`rejected`, and where they were asked for `by_process`, `profile` (`source`, `added`, `missing`) and
-`instances` (lines of MIG instances, in the same form; their processes stand in the GPU's list).
+`process_count` where those are not all of them, `rejected`, and where they were asked for `by_process`,
+`profile` (`source`, `added`, `missing`) and `instances` (lines of MIG instances, in the same form; their
+processes stand in the GPU's list).
 """
 
 from __future__ import annotations
@@ -108,7 +109,11 @@ def fill(sample: GpuSample, line: Mapping[str, Any]) -> None:
         if name in _FIGURES or name in _GROUPS or _cause(name):
             sample.unavailable[name] = reasons.sentence(error_code(code))
     sample.rejected_processes = number(line.get("rejected"), (0, 1 << 31)) or 0
-    _fill_processes(sample, objects(line.get("processes")))
+    processes = objects(line.get("processes"))
+    _fill_processes(sample, processes)
+    if (number(line.get("process_count")) or len(processes)) > min(len(processes), MAX_PROCESSES):
+        # Without the number, which would change a metric's label with whatever a user starts.
+        sample.unavailable["processes"] = "only some are shown, those with the most memory"
 
 
 def _put(sample: GpuSample, name: str, value: Any) -> None:
@@ -152,8 +157,6 @@ def _fill_processes(sample: GpuSample, processes: Sequence[Mapping[str, Any]]) -
         memory = number(process.get("memory_bytes"), _BOUNDS["memory_used_bytes"])
         if memory is not None:
             added.memory_bytes = memory
-    if len(processes) > MAX_PROCESSES:
-        sample.unavailable["processes"] = f"{len(processes)} processes: {MAX_PROCESSES} are shown"
 
 
 def busy_by_pid(line: Mapping[str, Any]) -> dict[str, int]:

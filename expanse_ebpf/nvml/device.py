@@ -17,7 +17,7 @@ import pynvml
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.mig import Instances
 from expanse_ebpf.nvml.process_list import ProcessList
-from expanse_ebpf.nvml.process_lists import ProcessLists
+from expanse_ebpf.nvml.process_lists import ProcessLists, shorten
 from expanse_ebpf.nvml.profile import Profile
 from expanse_ebpf.nvml.readings import UNSUPPORTED, Readings, value_of
 from expanse_ebpf.nvml.sample_buffer import SampleBuffer
@@ -80,10 +80,10 @@ class Device:
         """Stamp of the newest sample of its use that was taken."""
         return self._samples.seen_us
 
-    def read(self, *, by_process: bool) -> dict[str, Any]:
+    def read(self, *, by_process: bool, room: int) -> dict[str, Any]:
         """One round, in the form that decode.py takes; raises GpuLostError when the GPU has gone.
 
-        `by_process`: also how busy each process kept it.
+        `by_process`: also how busy each process kept it. `room`: bytes for each of the lists of processes.
         """
         now = time.monotonic()
         seldom = now >= self._seldom_due
@@ -107,9 +107,12 @@ class Device:
             {} if taken is None else {"busy_ns": taken.busy_ns, "measured_ns": taken.measured_ns}
         )
         result["stamp"] = self._samples.seen_us
-        result["processes"], result["rejected"] = self._processes.read(found, seldom)
+        processes, result["rejected"] = self._processes.read(found, seldom)
+        result["processes"] = shorten(processes, room)
+        if len(processes) > len(result["processes"]):
+            result["process_count"] = len(processes)
         if by_process:
-            result["by_process"] = self._processes.utilization(found)
+            result["by_process"] = self._processes.utilization(found, room)
         if self._profile is not None:
             result["profile"] = self._profile.read(found)
         if found.values.get("mig_enabled"):

@@ -93,7 +93,12 @@ class Devices:
                 missing = {**mapping(instance.get("missing"))}
                 if "processes" in mapping(device.get("missing")):
                     missing["processes"] = mapping(device["missing"])["processes"]
-                of_the_gpu = {"time_ns": device.get("time_ns"), "missing": missing, "processes": processes}
+                of_the_gpu = {
+                    "time_ns": device.get("time_ns"),
+                    "missing": missing,
+                    "processes": processes,
+                    "process_count": device.get("process_count"),
+                }
                 name = identifier(instance.get("uuid"))
                 if name and name != uuid:
                     self._take(name, uuid, {"values": {}, **instance, **of_the_gpu})

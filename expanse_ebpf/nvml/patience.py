@@ -21,7 +21,7 @@ class Patience:
         self._deadline_s = deadline_s
         self._since = now  # it has been silent, or was to begin
         self._begins = True
-        self.limit_s = max(_BEGIN_S, deadline_s)
+        self.limit_s = max(_BEGIN_S, 4 * deadline_s)
 
     def wait(self, since: float) -> None:
         """It has nothing to say before that time, or nobody has listened until then."""

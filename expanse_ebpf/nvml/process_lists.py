@@ -15,6 +15,9 @@ from expanse_ebpf.nvml.process_list import KINDS, Listed, ProcessList
 from expanse_ebpf.nvml.readings import Readings
 
 _MOST_SAMPLES = 1 << 14
+_MOST_PROCESSES = 1024  # of one device
+# What a process takes of a line at most; the second where NVML tells its instance. And its use.
+_BYTES, _BYTES_OF_INSTANCE, _BYTES_OF_USE = 64, 104, 24
 
 
 class ProcessLists:
@@ -51,10 +54,11 @@ class ProcessLists:
                 processes.setdefault(key, {**process, "kind": kind})
         return list(processes.values()), rejected
 
-    def utilization(self, found: Readings) -> dict[str, int]:
+    def utilization(self, found: Readings, room: int) -> dict[str, int]:
         """How long each process, by its pid, kept the SMs busy since the last call, in nanoseconds.
 
-        The first call only begins. NVML finds nothing where no process was busy.
+        The first call only begins. NVML finds nothing where no process was busy. More than have room in so
+        many bytes are none, as some of them would be taken for all.
         """
         now_us = time.time_ns() // 1000
         before = self._seen_us = since(self._seen_us, now_us)
@@ -62,8 +66,8 @@ class ProcessLists:
         code = self._ask(count)
         # More may come between two calls, so the room that NVML asks for need not do.
         while code == reasons.INSUFFICIENT_SIZE and len(self._room) < _MOST_SAMPLES:
-            room = min(_MOST_SAMPLES, max(2 * len(self._room), count.value))
-            self._room = (pynvml.c_nvmlProcessUtilizationSample_t * room)()
+            length = min(_MOST_SAMPLES, max(2 * len(self._room), count.value))
+            self._room = (pynvml.c_nvmlProcessUtilizationSample_t * length)()
             code = self._ask(count)
         if code not in (0, reasons.NOT_FOUND):
             found.miss("by_process", code)
@@ -73,7 +77,11 @@ class ProcessLists:
         if not before:
             found.miss("by_process", reasons.NO_DATA)
             return {}
-        return busy_by_pid(((s.timeStamp, s.pid, s.smUtil) for s in samples), before)
+        use = busy_by_pid(((s.timeStamp, s.pid, s.smUtil) for s in samples), before)
+        if len(use) > room // _BYTES_OF_USE:
+            found.miss("by_process", reasons.TOO_MANY)
+            return {}
+        return use
 
     def _ask(self, count: ctypes.c_uint) -> int:
         # Not pynvml's function, which takes a list that has grown in between for an error.
@@ -84,6 +92,15 @@ class ProcessLists:
         count.value = len(self._room)
         code: int = function(self._handle, self._room, ctypes.byref(count), ctypes.c_ulonglong(self._seen_us))
         return code
+
+
+def shorten(processes: list[dict[str, Any]], room: int) -> list[dict[str, Any]]:
+    """Those with most memory, as many as have room in so many bytes of a line; without what is not known."""
+    size = _BYTES_OF_INSTANCE if any(p["gpu_instance"] is not None for p in processes) else _BYTES
+    most = min(_MOST_PROCESSES, room // size)
+    if len(processes) > most:
+        processes = sorted(processes, key=lambda process: -(process["memory_bytes"] or 0))[:most]
+    return [{name: value for name, value in p.items() if value is not None} for p in processes]
 
 
 def busy_by_pid(samples: Iterable[tuple[int, int, int]], before_us: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -130,10 +131,10 @@ class Worker:
         """The devices as they will be asked."""
         return list(self._devices)
 
-    def read(self, uuid: str, *, by_process: bool) -> dict[str, Any]:
-        """One round of one device."""
+    def read(self, uuid: str, *, by_process: bool, room: int) -> dict[str, Any]:
+        """One round of one device; `room`: bytes for each of its lists of processes."""
         try:
-            answer = self._devices[uuid].read(by_process=by_process)
+            answer = self._devices[uuid].read(by_process=by_process, room=room)
         except GpuLostError as error:
             answer = {"uuid": uuid, "lost": error.code}
         except pynvml.NVMLError as error:
@@ -184,6 +185,11 @@ class _Answers:
     def __init__(self, fd: int, *, explain: bool = False) -> None:
         self._fd = fd
         self._explain = explain
+        # Bytes for the lists of processes. The agent takes what a pipe holds once in a tick, and a pipe that
+        # is full would hold up the rest of the round until then.
+        self.room = 1 << 30
+        with contextlib.suppress(OSError):  # a file
+            self.room = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) * 2 // 5
 
     def opening(self, index: int | None) -> None:
         """What is said of a device before it is opened; not to a person."""
@@ -243,7 +249,7 @@ def _answer(answers: _Answers, worker: Worker, question: dict[str, Any]) -> None
     answers.say(number, nvml={**worker.status, "order": order, "absent": worker.absent})
     for uuid in order:
         if uuid not in skip:
-            device = worker.read(uuid, by_process=uuid in by_process)
+            device = worker.read(uuid, by_process=uuid in by_process, room=answers.room // len(order))
             answers.say(number, device={**device, "time_ns": time.time_ns()})
     for event in worker.events():
         answers.say(number, event=event)

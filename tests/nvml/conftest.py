@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from expanse_ebpf.config import GpuConfig
-from expanse_ebpf.nvml import process
+from expanse_ebpf.nvml import patience, process
 from expanse_ebpf.nvml.client import Client
 from expanse_ebpf.nvml.devices import Devices
 from expanse_ebpf.nvml.process import Process
@@ -64,6 +64,7 @@ class Asked:
 
     def __init__(self, gpus: StandIn, *arguments: str) -> None:
         self.gpus = gpus
+        self.opened: list[int] = []  # indexes of devices
         self.process = Process(["--library", str(gpus.library), *arguments])
         self._devices = Devices()
         self._number = 0
@@ -78,7 +79,11 @@ class Asked:
             left = until - time.monotonic()
             assert left > 0, "the worker does not answer"
             select.select([self.process._answers], [], [], left)
-            found.lines += [json.loads(line) for line in self.process.answers()]
+            for line in map(json.loads, self.process.answers()):
+                if "opening" not in line:
+                    found.lines.append(line)
+                elif line["opening"] is not None:
+                    self.opened.append(line["opening"])
             if found.lines and "code" in found.lines[0].get("nvml", {}):
                 return found
         nvml = found.lines[0]["nvml"]
@@ -189,6 +194,7 @@ class MakeNode(Protocol):
         profiler: bool = False,
         installed: bool = True,
         command: tuple[str, ...] | None = None,
+        begin_s: float = 60.0,
     ) -> Node: ...
 
 
@@ -205,9 +211,12 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeN
         profiler: bool = False,
         installed: bool = True,
         command: tuple[str, ...] | None = None,
+        begin_s: float = 60.0,
     ) -> Node:
         if command is not None:
             monkeypatch.setattr(process, "_COMMAND", command)
+        monkeypatch.setattr(patience, "_BEGIN_S", begin_s)
+        monkeypatch.setattr(patience, "_OPEN_S", begin_s)
         gpus = StandIn(tmp_path / f"nvml{len(nodes)}", devices=devices, variant=variant, installed=installed)
         config = GpuConfig(profiler=profiler, library=str(gpus.library), deadline_s=deadline_s)
         nodes.append(Node(gpus, interval_s, config))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from expanse_ebpf.nvml import busy, reasons
 from expanse_ebpf.nvml.busy import Busy
 from expanse_ebpf.nvml.process_lists import busy_by_pid
-from tests.nvml.conftest import Asked, MakeWorker
+from tests.nvml.conftest import SERVE, Asked, MakeWorker, program
 from tests.stand_ins.nvml import Fault, uuid
 
 NOW = 1_800_000_000_000_000
@@ -241,3 +241,16 @@ def test_no_busy_process_is_no_failure_and_another_error_is_one(sharing: Asked) 
     worker.gpus.process_samples(0, Fault(4))
     found = worker.ask(by_process=[uuid(0)])
     assert "NVML error 4" in found.gpu().unavailable["by_process"]
+
+
+def test_a_use_by_more_processes_than_there_is_room_for_is_missing(make_worker: MakeWorker) -> None:
+    text = "from expanse_ebpf.nvml import process_lists\nprocess_lists._BYTES_OF_USE = 1 << 18\n"
+    worker = make_worker(command=program(f"{text}{SERVE}"))  # room for one
+    worker.gpus.process_samples(0, [(at(0), 4242, 100, 0)])
+    worker.ask(by_process=[uuid(0)])
+    worker.gpus.process_samples(0, [(at(100), pid, 10, 0) for pid in (4242, 4343)])
+    found = worker.ask(by_process=[uuid(0)])
+    assert found.line()["by_process"] == {}
+    assert found.gpu().unavailable["by_process"] == reasons.sentence(reasons.TOO_MANY)
+    worker.gpus.process_samples(0, [(at(200), 4242, 10, 0)])
+    assert by_process(worker) == {"4242": 10_000_000}

@@ -17,7 +17,8 @@ from expanse_ebpf.config import GpuConfig
 from expanse_ebpf.nvml import client, reasons
 from expanse_ebpf.nvml.client import Client
 from expanse_ebpf.nvml.suspects import Suspects
-from tests.nvml.conftest import SERVE, MakeNode, Node, program
+from expanse_ebpf.wire.collector_pb2 import GpuSample
+from tests.nvml.conftest import EAGER, SERVE, MakeNode, Node, program
 from tests.stand_ins.nvml import StandIn, uuid
 
 LONGEST_TICK_S = 0.1  # generous: a tick waits for nothing
@@ -347,11 +348,11 @@ def test_when_every_device_hangs_it_is_said_that_nvml_does(make_node: MakeNode) 
     node.until_all_is_well()
 
 
-@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
 def test_a_beginning_that_hangs_is_ended_and_tried_again_after_a_pause(
     make_node: MakeNode, function: str
 ) -> None:
-    node = make_node(deadline_s=1.0)
+    node = make_node(deadline_s=0.2, begin_s=1.0)
     node.gpus.hang(function)
     found = node.until(lambda found: found.status.code == "hung")
     assert found.status.reason == "NVML has not answered for 1 s"
@@ -361,6 +362,147 @@ def test_a_beginning_that_hangs_is_ended_and_tried_again_after_a_pause(
     node.gpus.release()
     node.until_all_is_well()
     assert len(node.workers) == 2
+
+
+def test_a_beginning_that_takes_longer_than_the_deadline_is_no_hang(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=0.7)
+    with node.gpus.batch():
+        node.gpus.delay("nvmlInit", 1000)
+        node.gpus.delay("nvmlDeviceGetHandleByIndex", 900, 1)
+        node.gpus.delay("nvmlDeviceGetTemperature", 400, 1)
+    while not (found := node.tick()).samples:
+        assert (found.status.up, found.status.code) == (False, "starting")
+    assert (found.status.up, found.status.code) == (True, "")  # with the first of them
+    node.gpus.heal()
+    assert node.until_all_is_well().status.restarts == 0
+    assert len(node.workers) == 1
+
+
+def test_a_device_may_be_tried_where_a_beginning_takes_long(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=0.3)
+    node.until_all_is_well()
+    node.gpus.hang("nvmlDeviceGetTemperature", 0)
+    node.until(lambda found: found.states == ["silent", "ok"])
+    with node.gpus.batch():
+        node.gpus.delay("nvmlInit", 1000)
+        node.gpus.release("nvmlDeviceGetTemperature", 0)
+    node.until_all_is_well()
+    assert len(node.workers) == 2
+
+
+def test_a_round_that_is_slow_and_goes_on_is_no_hang_and_counts_once(make_node: MakeNode) -> None:
+    node = make_node(devices=3, deadline_s=1.0, interval_s=0.2)
+    for number in range(3):
+        node.gpus.auto(number, utilization=50)
+    first = node.until_all_is_well()
+    node.gpus.delay("nvmlDeviceGetTemperature", 450)  # 1.35 s a round
+    answers: dict[str, list[GpuSample]] = {uuid(number): [] for number in range(3)}
+    partial = 0
+    until = time.monotonic() + 60
+    while min(map(len, answers.values())) < 3:
+        found = node.tick()
+        assert time.monotonic() < until
+        assert (found.status.up, found.status.restarts) == (True, 0)
+        came = [sample for sample in found.samples.values() if sample.state == "ok"]
+        partial += 0 < len(came) < 3
+        for sample in came:
+            answers[sample.uuid].append(sample)
+    assert partial >= 3  # each in the tick in which it came
+    assert node.client.absent == {}
+    for name, samples in answers.items():
+        assert samples == sorted(samples, key=lambda sample: sample.time_ns)
+        grown = samples[-1].measured_ns - first.samples[name].measured_ns
+        # A device's buffer is looked at up to a second before its time is taken down.
+        assert abs(grown - (samples[-1].time_ns - first.samples[name].time_ns)) <= 1_200_000_000
+        assert samples[-1].busy_ns * 2 == samples[-1].measured_ns
+
+
+def test_a_cause_that_is_known_stays_when_the_process_does_not_end(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "import atexit, time\natexit.register(time.sleep, 600)\n"  # as a library's destructor may
+    node = make_node(deadline_s=0.3, command=program(f"{text}{SERVE}"))
+    node.gpus.fail("nvmlInit", 18)
+    node.until(lambda found: found.status.code == "driver_library_mismatch")
+    while len(node.workers) < 3:
+        assert node.tick().status.code == "driver_library_mismatch"
+    assert len(warnings(caplog)) == 1
+
+
+# ---- a device that cannot be opened
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceRegisterEvents"])
+@pytest.mark.parametrize(("how", "code"), [("hang", reasons.HUNG), ("crash", reasons.CRASHED)])
+def test_a_device_that_cannot_be_opened_leaves_the_others_their_figures(
+    make_node: MakeNode, function: str, how: str, code: int
+) -> None:
+    node = make_node(devices=3, deadline_s=0.6, begin_s=1.5)
+    getattr(node.gpus, how)(function, 1)
+    found = node.until(lambda found: found.status.code in ("hung", "worker_died"))
+    assert "about the GPU of index 1" in found.status.reason
+    found = node.until(lambda found: found.status.up and found.states == ["ok", "ok"])
+    assert node.client.absent == {"index 1": code}
+    assert set(found.samples) == {uuid(0), uuid(2)}
+    for _ in range(5):  # that goes on
+        assert node.until(lambda found: found.states == ["ok", "ok"]).status.restarts == 1
+    with node.gpus.batch():
+        node.gpus.release()
+        node.gpus.heal()
+    node.until(lambda found: found.states == ["ok"] * 3)
+    assert node.client.absent == {}
+    assert len(node.workers) == 2
+    assert node.longest_s < LONGEST_TICK_S
+
+
+def test_a_device_that_hangs_when_it_is_opened_again_is_silent_and_not_lost(make_node: MakeNode) -> None:
+    node = make_node(devices=2, deadline_s=0.6, begin_s=1.5, command=EAGER)
+    node.until_all_is_well()
+    node.gpus.hang("nvmlDeviceGetHandleByIndex", 0)
+    node.until(lambda found: found.status.code == "hung")
+    found = node.until(lambda found: found.states == ["silent", "ok"])
+    assert found.gpu(0).unavailable["all"] == reasons.sentence(reasons.HUNG)
+    for _ in range(3):
+        assert node.tick().events == []
+    node.gpus.release()
+    node.until_all_is_well()
+
+
+def test_when_no_device_can_be_opened_it_is_said_that_nvml_hangs(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_REINIT_S", 0.5)
+    node = make_node(devices=2, deadline_s=0.6, begin_s=0.6)
+    node.gpus.hang("nvmlDeviceGetHandleByIndex")
+    node.until(lambda _: len(node.client.absent) == 2)
+    for _ in range(15):
+        found = node.tick()
+        assert (found.status.up, found.status.code) == (False, "hung")
+    assert len(node.workers) == 3  # a new one would not do more than the last
+    node.gpus.release()
+    node.until(lambda found: found.states == ["ok", "ok"])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("GPU-\x1b[31mred", reasons.ABSURD),
+        (uuid(1), reasons.ABSURD),
+        ("G" * 10_000, reasons.INSUFFICIENT_SIZE),  # by NVML itself
+    ],
+)
+def test_a_device_whose_name_is_none_is_said_to_be_there(make_node: MakeNode, name: str, code: int) -> None:
+    node = make_node(devices=3)
+    node.gpus.set(2, uuid=name)
+    found = node.until_all_is_well()
+    assert set(found.samples) == {uuid(0), uuid(1)}
+    assert node.client.absent == {"index 2": code}
+
+
+def test_more_devices_than_can_be_told_are_said_to_be_more(make_node: MakeNode) -> None:
+    node = make_node(devices=3, command=program(f"worker._MOST_DEVICES = 2\n{SERVE}"))
+    assert len(node.until_all_is_well().samples) == 2
+    assert node.client.absent == {"index 2": reasons.TOO_MANY}
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetTemperature"])
@@ -405,7 +547,7 @@ def test_workers_that_hang_in_the_kernel_are_not_joined_by_more(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing that a test can do keeps SIGKILL from a process, so it is not sent.
-    node = make_node(deadline_s=0.2)
+    node = make_node(deadline_s=0.2, begin_s=0.2)
     monkeypatch.setattr(client, "_FIRST_S", 0.01)
     monkeypatch.setattr(client.Process, "kill", lambda _: None)
     node.gpus.hang("nvmlInit")
@@ -596,7 +738,9 @@ KEYS = ("nvml", "device", "event", "end")
     ],
 )
 def test_a_worker_that_talks_nonsense_is_no_harm(make_node: MakeNode, text: str) -> None:
-    node = make_node(deadline_s=0.3, command=program(f"{text}\nsys.stdout.flush()\nsys.stdin.read()"))
+    node = make_node(
+        deadline_s=0.3, begin_s=0.3, command=program(f"{text}\nsys.stdout.flush()\nsys.stdin.read()")
+    )
     found = node.until(
         lambda found: found.status.restarts > 0 or found.status.code not in ("starting", "hung")
     )

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from expanse_ebpf.config import GpuConfig
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.client import Client
-from expanse_ebpf.nvml.decode import busy_by_pid, error_code, identifier, number
+from expanse_ebpf.nvml.decode import busy_by_pid, error_code, number
 from expanse_ebpf.nvml.devices import Devices
+from expanse_ebpf.nvml.names import identifier
 from expanse_ebpf.wire.collector_pb2 import GpuSample, NvmlStatus, Report
 
 NAMES = [field.name for field in GpuSample.DESCRIPTOR.fields]
@@ -238,7 +239,7 @@ def test_very_many_processes_devices_and_instances_are_bounded() -> None:
     for i in range(10_000):
         devices.take({"device": {"uuid": f"GPU-{i}", "values": {}}}, 1)
     samples, _ = devices.report(NvmlStatus(), None, {}, 1)
-    assert len(samples) == 256
+    assert len(samples) == 512
     first = next(sample for sample in samples if sample.uuid == "GPU-1")
     assert len(first.processes) <= 1024
 

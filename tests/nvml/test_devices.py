@@ -6,8 +6,8 @@ import pytest
 
 from expanse_ebpf.nvml import reasons
 from expanse_ebpf.nvml.devices import Devices
-from expanse_ebpf.wire.collector_pb2 import GpuEvent, NvmlStatus
-from tests.nvml.conftest import EAGER, MakeNode, Node, Round
+from expanse_ebpf.wire.collector_pb2 import GpuEvent, GpuSample, NvmlStatus
+from tests.nvml.conftest import EAGER, SERVE, MakeNode, MakeWorker, Node, Round, program
 from tests.stand_ins.nvml import uuid
 
 
@@ -143,10 +143,52 @@ def test_each_xid_is_told_once_and_counted(node: Node) -> None:
         (uuid(1), 31),
         (uuid(0), 48),
         (uuid(1), 94),
-        (uuid(1), 31),
     ]
     assert dict(found.gpu(1).xids) == {31: 3, 94: 1}
     assert dict(found.gpu(0).xids) == {48: 1}
+
+
+def test_a_storm_of_xids_is_told_in_the_round_in_which_it_comes(make_worker: MakeWorker) -> None:
+    worker = make_worker(devices=2)
+    worker.ask()
+    with worker.gpus.batch():
+        for _ in range(1000):
+            worker.gpus.event(0, 31)
+        worker.gpus.event(1, 31)
+    found = worker.ask()
+    assert [(event.uuid, event.xid) for event in found.events] == [(uuid(0), 31), (uuid(1), 31)]
+    assert dict(found.gpu(0).xids) == {31: 1000}
+    assert dict(found.gpu(1).xids) == {31: 1}
+    assert worker.ask().events == []
+
+
+@pytest.mark.parametrize("bound", ["_MOST = 100", "_LONGEST_S = -1", "_MOST_KINDS = 100"])
+def test_a_flood_of_xids_that_is_not_taken_at_once_is_said_to_be_one(
+    make_worker: MakeWorker, capfd: pytest.CaptureFixture[str], bound: str
+) -> None:
+    text = f"from expanse_ebpf.nvml import events\nevents.{bound}\n"
+    worker = make_worker(command=program(f"{text}{SERVE}"))
+    worker.ask()
+    with worker.gpus.batch():
+        for xid in range(150):
+            worker.gpus.event(0, xid)
+    worker.ask()
+    worker.ask()
+    if bound != "_LONGEST_S = -1":
+        assert len(worker.ask().gpu().xids) == 64  # and no event was lost before
+    assert capfd.readouterr().err.count("more Xid errors") == 1
+
+
+def test_equal_xids_of_a_tick_are_one_event_and_all_are_counted() -> None:
+    devices = Devices()
+    devices.take({"device": {"uuid": uuid(0), "values": {}}}, 1)
+    for count in (3, 4):
+        devices.take({"event": {"uuid": uuid(0), "xid": 31, "count": count}}, 1)
+    for nonsense in (0, -1, "9", 1 << 40):
+        devices.take({"event": {"uuid": uuid(0), "xid": 31, "count": nonsense}}, 1)
+    (sample,), events = devices.report(NvmlStatus(up=True), None, {}, 1)
+    assert [(event.kind, event.xid) for event in events] == [("xid", 31)]
+    assert dict(sample.xids) == {31: 7}
 
 
 def test_other_events_are_none_of_ours(node: Node) -> None:
@@ -211,7 +253,28 @@ def test_xids_are_counted_on_through_a_new_worker(node: Node) -> None:
 
 def test_events_of_one_tick_are_bounded() -> None:
     devices = Devices()
-    for _ in range(100_000):
-        devices.take({"event": {"uuid": uuid(0), "xid": 31}}, 1)
+    for xid in range(10_000):
+        devices.take({"event": {"uuid": uuid(0), "xid": xid}}, 1)
     _, events = devices.report(NvmlStatus(), None, {}, 1)
-    assert events == [GpuEvent(time_ns=1, uuid=uuid(0), kind="xid", xid=31)] * 256
+    assert events == [GpuEvent(time_ns=1, uuid=uuid(0), kind="xid", xid=xid) for xid in range(256)]
+
+
+def test_all_instances_of_64_gpus_are_there() -> None:
+    devices = Devices()
+
+    def told(instances: int) -> list[GpuSample]:
+        for number in range(64):
+            own = [{"uuid": f"MIG-{number}-{i}", "gpu_instance": i, "values": {}} for i in range(instances)]
+            line = {"uuid": uuid(number), "values": {"index": number}, "instances": own}
+            devices.take({"device": line}, 1)
+        samples, _ = devices.report(NvmlStatus(up=True), None, {}, 1)
+        devices.end_tick()
+        return samples
+
+    samples = told(7)
+    assert len(samples) == 512
+    assert not any(sample.unavailable for sample in samples)
+    samples = told(8)
+    assert len(samples) == 512
+    assert samples[0].unavailable["instances"] == reasons.sentence(reasons.TOO_MANY)
+    assert not any("instances" in sample.unavailable for sample in told(7))

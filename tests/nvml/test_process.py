@@ -107,3 +107,18 @@ def test_one_that_has_ended_leaves_no_files_open(begin: Begin) -> None:
     worker.close()
     assert end_of(worker) == "with status 0"
     assert open_files() == before
+
+
+@pytest.mark.parametrize("how", ["killed", "ends"])
+def test_what_the_library_has_begun_ends_with_it(begin: Begin, how: str) -> None:
+    text = "import os, subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    worker = begin(f"{text}{'os._exit(3)' if how == 'ends' else 'sys.stdin.read()'}")
+    pid = int(answers(worker, 1)[0])
+    if how == "killed":
+        worker.kill()
+    assert end_of(worker) == ("with signal 9" if how == "killed" else "with status 3")
+    until = time.monotonic() + 10
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.005)

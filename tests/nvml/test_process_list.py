@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import struct
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from expanse_ebpf.nvml.process_list import Listed, parse, read_pid_max
 from expanse_ebpf.nvml.reasons import ABSURD
 from tests.nvml.conftest import Asked, MakeWorker, Round
-from tests.stand_ins.nvml import Fault
+from tests.stand_ins.nvml import Fault, uuid
 
 GIB = 1 << 30
 TWO = [(4242, GIB), (4343, 2 * GIB)]
@@ -82,7 +83,7 @@ def test_more_processes_than_a_report_has_room_for_are_said_to_be_more(worker: A
     worker.gpus.processes(0, [(pid, GIB) for pid in range(1, 3001)])
     found = worker.ask()
     assert len(found.gpu().processes) == 1024
-    assert found.gpu().unavailable["processes"] == "3000 processes: 1024 are shown"
+    assert found.gpu().unavailable["processes"] == "only some are shown, those with the most memory"
 
 
 def test_each_process_is_listed_once_with_what_it_does(worker: Asked) -> None:
@@ -122,3 +123,26 @@ def test_whatever_the_library_writes_is_taken_or_rejected(data: bytes, count: in
 
 def test_where_the_largest_pid_cannot_be_read_it_is_the_kernels_own_limit() -> None:
     assert read_pid_max("/nonexistent") == 1 << 22
+
+
+def test_the_lists_of_all_devices_have_room_where_nobody_reads(make_worker: MakeWorker) -> None:
+    worker = make_worker("--profiler", devices=64)
+    biggest, last = 80 << 30, read_pid_max()
+    with worker.gpus.batch():
+        for number in range(64):
+            pids = range(last - 999, last + 1)
+            worker.gpus.processes(number, [(pid, biggest + pid) for pid in pids])
+            if number % 2:
+                worker.gpus.mig(number, [{} for _ in range(7)])
+    worker.ask()
+    worker.gpus.reset_calls()
+    shared = [uuid(number) for number in range(64)]
+    question = {"round": 2, "at": 0.0, "by_process": shared}
+    worker.process.ask(json.dumps(question).encode() + b"\n")
+    worker.gpus.wait_for_call("nvmlEventSetWait_v2")  # the last of a round
+    found = worker.ask()
+    sample = found.gpu()
+    assert 64 <= len(sample.processes) < 256
+    assert sample.processes[0].memory_bytes == biggest + last
+    assert min(p.memory_bytes for p in sample.processes) == biggest + last - len(sample.processes) + 1
+    assert sample.unavailable["processes"] == "only some are shown, those with the most memory"

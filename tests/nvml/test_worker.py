@@ -80,18 +80,16 @@ def test_what_a_device_has_not_got_is_not_asked_for_in_every_round(make_worker: 
     assert calls_of_rounds(worker) == expected
 
 
-def test_devices_in_last_are_asked_after_the_others_and_those_in_skip_not_at_all(
-    make_worker: MakeWorker,
-) -> None:
+def test_devices_in_skip_are_not_asked(make_worker: MakeWorker) -> None:
     worker = make_worker(devices=3)
 
-    def asked(**question: list[str]) -> list[str]:
+    def asked(**question: dict[str, int]) -> list[str]:
         lines = worker.ask(**question).lines
         assert sorted(lines[0]["nvml"]["order"]) == [uuid(0), uuid(1), uuid(2)]
         return [line["device"]["uuid"] for line in lines if "device" in line]
 
     assert asked() == [uuid(0), uuid(1), uuid(2)]
-    assert asked(skip=[uuid(1)]) == [uuid(0), uuid(2)]
+    assert asked(skip={uuid(1): reasons.HUNG}) == [uuid(0), uuid(2)]
 
 
 def test_a_worker_looks_when_it_is_asked_to(make_worker: MakeWorker) -> None:

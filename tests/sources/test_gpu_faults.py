@@ -223,3 +223,25 @@ def test_a_device_that_hangs_is_named_by_the_source(tmp_path: Path) -> None:
     finally:
         gpus.release()
         node.source.stop()
+
+
+def test_a_device_without_a_name_of_its_own_is_named_by_the_source(make_node: MakeNode) -> None:
+    node = make_node(devices=2)
+    node.gpus.set(1, uuid="GPU-\x1b[31mred")
+    node.until(is_well)
+    assert node.source.unavailable == {"gpu index 1": "NVML gives a figure that cannot be true"}
+
+
+def test_a_storm_of_xids_is_one_event_of_its_tick(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node()
+    node.until(is_well)
+    with node.gpus.batch():
+        for _ in range(500):
+            node.gpus.event(0, 31)
+    report = node.until(lambda report: bool(report.gpu_events))
+    assert [(event.kind, event.xid) for event in report.gpu_events] == [("xid", 31)]
+    assert dict(gpu(report).xids) == {31: 500}
+    assert not any(node.tick().gpu_events for _ in range(3))
+    assert len(loud(caplog)) == 1
