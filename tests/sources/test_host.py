@@ -94,6 +94,7 @@ def test_a_file_that_is_missing_leaves_its_figure_out(
 # A process of its own: that of the tests gives memory back when it likes.
 OWN_COST = """
 import os, resource
+from expanse_ebpf.own_cost import OwnCost
 from expanse_ebpf.wire.collector_pb2 import CollectorSample
 cost = OwnCost(pss_every=2)
 first, second, third = CollectorSample(), CollectorSample(), CollectorSample()
