@@ -175,3 +175,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Not in a run inside a test: the outer run looks at the end.
     if MARK not in os.environ and not config.getoption("--collect-only"):
         config.pluginmanager.register(Leftovers(), "leftovers")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nodes_of_gpus() -> Generator[None, None, None]:
+    """NVIDIA's own library makes device files where it is begun by root, with or without a driver."""
+    before = set(Path("/dev").glob("nvidia*"))
+    yield
+    for node in set(Path("/dev").glob("nvidia*")) - before:
+        node.unlink()
