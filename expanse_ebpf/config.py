@@ -67,6 +67,7 @@ class SourcesConfig:
     gpu: bool = True  # NVIDIA GPUs, see GpuConfig
     network: bool = False  # by parts of pyroute2: 2.4 MiB of memory, 4.2 MiB without gRPC
     delays: bool = False  # likewise: 1.5 or 8.7 MiB; needs kernel.task_delayacct=1
+    traces: bool = True  # deep traces of GPU calls, see TracingConfig; nothing is there until one is opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,26 @@ class GpuConfig:
     deadline_s: float = 5.0
     # The kubelet's word on which pod holds which GPU; empty: not asked
     pod_resources: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Deep traces: windows in which every CUDA and NCCL call of a job is seen, and what they may cost.
+
+    Who asks for a window may set its length, up to `max_window_s`, and the two shares; a rule's window
+    keeps to these.
+    """
+
+    commands: bool = True  # whether the controller may open windows here
+    window_s: float = 25.0  # seconds of a window when nothing else is asked for
+    max_window_s: float = 120.0
+    pause_s: float = 60.0  # from the end of a job's window to the next one that a rule may open
+    run_share: float = 0.3  # most of a job's run that may lie in windows
+    cost_share: float = 0.02  # most of a traced thread's time that a window may take
+    over_cost: str = (
+        "cycle"  # over it the probes are taken off and on again ("cycle"), or the window ends ("close")
+    )
+    max_events: int = 200_000  # kept of a window and node; the rest is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +156,7 @@ class Config:
     sources: SourcesConfig = field(default_factory=SourcesConfig)
     python: PythonConfig = field(default_factory=PythonConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
 
 
@@ -194,6 +216,7 @@ def _checked(config: Config) -> Config:
     for name, value, allowed in (
         ("cpu.mode", c.mode, ("auto", "hook")),
         ("cpu.bpf_stats", c.bpf_stats, ("sampled", "always", "off")),
+        ("tracing.over_cost", config.tracing.over_cost, ("cycle", "close")),
     ):
         if value not in allowed:
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
@@ -209,6 +232,17 @@ def _checked(config: Config) -> Config:
             raise ConfigError(f"{name}: {number} is not between {least} and {most}")
     if not 0.5 <= config.gpu.deadline_s <= 600:
         raise ConfigError(f"gpu.deadline_s: {config.gpu.deadline_s} is not between 0.5 and 600 seconds")
+    t = config.tracing
+    for name, quantity, low, high in (
+        ("tracing.max_window_s", t.max_window_s, 1, 3600),
+        ("tracing.window_s", t.window_s, 0.1, t.max_window_s),
+        ("tracing.pause_s", t.pause_s, 0, 86400),
+        ("tracing.run_share", t.run_share, 0.001, 1),
+        ("tracing.cost_share", t.cost_share, 0.0001, 1),
+        ("tracing.max_events", t.max_events, 1000, 2_000_000),
+    ):
+        if not low <= quantity <= high:
+            raise ConfigError(f"{name}: {quantity} is not between {low} and {high}")
     for name, path in (("gpu.library", config.gpu.library), ("gpu.pod_resources", config.gpu.pod_resources)):
         if path and not path.startswith("/"):
             raise ConfigError(f"{name}: {path!r} is not an absolute path")

@@ -21,14 +21,20 @@ MAY_IMPORT = {
     "python_stacks": {"kernel"},
     "gpu": {"kernel", "jobs", "wire"},
     "nvml": {"wire"},
-    "sources": {"kernel", "jobs", "python_stacks", "gpu", "nvml", "export", "wire"},
+    "tracing": {"kernel", "jobs", "python_stacks", "wire"},
+    "sources": {"kernel", "jobs", "python_stacks", "gpu", "nvml", "tracing", "export", "wire"},
     "export": {"wire"},
     "ship": {"wire"},
     "top": {"export", "wire", "ship"},
     "visibility": {"wire"},
-    "node_socket": {"jobs", "visibility", "wire"},
+    "node_streams": {"wire"},
+    "node_client": {"node_streams"},
+    "node_socket": {"jobs", "node_client", "node_streams", "visibility", "wire"},
     "own_cost": {"kernel", "sources", "wire"},
-    "agent": {"sources", "kernel", "jobs", "export", "ship", "node_socket", "own_cost", "wire"},
+    "agent": {
+        *("sources", "kernel", "jobs", "export", "ship"),
+        *("node_socket", "node_streams", "own_cost", "wire"),
+    },
 }
 CONTROLLER_MAY_IMPORT = {"wire", "export"}
 

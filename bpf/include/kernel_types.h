@@ -7,6 +7,7 @@
 #define EXPANSE_KERNEL_TYPES_H
 
 typedef unsigned char __u8;
+typedef signed char __s8;
 typedef signed short __s16;
 typedef unsigned short __u16;
 typedef int __s32;
@@ -17,6 +18,7 @@ typedef __u16 __be16;
 typedef __u32 __be32;
 typedef __u32 __wsum;
 
+typedef __s8 s8;
 typedef __u8 u8;
 typedef __u32 u32;
 typedef __s32 s32;
@@ -130,13 +132,23 @@ struct thread_struct {
 
 #if defined(__TARGET_ARCH_arm64)
 struct pt_regs {
+	u64 regs[31];
+	u64 sp;
+	u64 pc;
 	u64 orig_x0;
 	s32 syscallno;
 };
 #else
 struct pt_regs {
-	unsigned long orig_ax;
+	unsigned long r9;
+	unsigned long r8;
+	unsigned long cx;
+	unsigned long dx;
+	unsigned long si;
 	unsigned long di;
+	unsigned long orig_ax;
+	unsigned long ip;
+	unsigned long sp;
 };
 #endif
 

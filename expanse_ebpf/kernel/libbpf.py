@@ -58,6 +58,18 @@ class _RunOptions(ctypes.Structure):
     ]
 
 
+class _UprobeOptions(ctypes.Structure):
+    """struct bpf_uprobe_opts, up to what libbpf 1.1 has of it."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("ref_ctr_offset", c_size_t),
+        ("bpf_cookie", c_uint64),
+        ("retprobe", ctypes.c_bool),
+        ("func_name", c_char_p),
+    ]
+
+
 class ProgramInfo(ctypes.Structure):
     """struct bpf_prog_info up to run_cnt (include/uapi/linux/bpf.h)."""
 
@@ -120,6 +132,15 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "bpf_program__name": (c_char_p, c_void_p),
     "bpf_program__fd": (c_int, c_void_p),
     "bpf_program__attach": (c_void_p, c_void_p),
+    "bpf_program__attach_uprobe_opts": (
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_char_p,
+        c_size_t,
+        POINTER(_UprobeOptions),
+    ),
+    "bpf_program__set_expected_attach_type": (c_int, c_void_p, c_int),
     "bpf_link__destroy": (c_int, c_void_p),
     "bpf_link__fd": (c_int, c_void_p),
     "bpf_iter_create": (c_int, c_int),
@@ -239,6 +260,16 @@ class Program:
                 raise _error(f"attaching BPF program {self.name}")
             self._link = link
 
+    def probe(self, path: str, offset: int, cookie: int, pid: int = 0) -> int:
+        """Run it when process `pid`, or any, comes to `offset` of a file; gives the link, for unlink()."""
+        options = _UprobeOptions(size=ctypes.sizeof(_UprobeOptions), bpf_cookie=cookie)
+        link = library().bpf_program__attach_uprobe_opts(
+            self._pointer, pid or -1, path.encode(), offset, ctypes.byref(options)
+        )
+        if not link:
+            raise _error(f"probing by BPF program {self.name}")
+        return int(link)
+
     def detach(self) -> None:
         """Take it off its hook; safe when it is not on it."""
         if self._link is not None:
@@ -319,6 +350,15 @@ class Object:
         result = library().bpf_map__set_max_entries(self._find(name), entries)
         if result < 0:
             raise _error(f"resizing map {name}", result)
+
+    def expect(self, program: str, attach_type: int) -> None:
+        """Say before loading how a program will be attached, where its section does not."""
+        found = library().bpf_object__find_program_by_name(self._pointer, program.encode())
+        if not found:
+            raise BpfError(f"BPF object {self.name} has no program {program}", errno.ENOENT)
+        result = library().bpf_program__set_expected_attach_type(found, attach_type)
+        if result < 0:
+            raise _error(f"setting up BPF program {program}", result)
 
     def load(self) -> None:
         """Have the kernel verify and load everything; raises BpfError with the verifier's words."""
@@ -401,6 +441,11 @@ class RingBuffer:
         if self._pointer:
             library().ring_buffer__free(self._pointer)
             self._pointer = None
+
+
+def unlink(link: int) -> None:
+    """Take a probe away that Program.probe() has put in place."""
+    library().bpf_link__destroy(link)
 
 
 def enable_statistics() -> int:

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from expanse_ebpf.kernel import cpus, libbpf
@@ -122,6 +122,11 @@ class Lifecycle:
     def maps(self) -> dict[str, libbpf.Map]:
         """For objects that share `totals` and `slots`."""
         return self._object.maps
+
+    @property
+    def given(self) -> Collection[int]:
+        """Accounting slots that are not free."""
+        return self.slots.given
 
     @property
     def programs(self) -> dict[str, libbpf.Program]:

@@ -8,14 +8,14 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.kernel import cpus, libbpf, perf
-from expanse_ebpf.kernel.lifecycle import MAX_SLOTS, Configuration, Lifecycle
+from expanse_ebpf.kernel.lifecycle import MAX_SLOTS, Configuration
 from expanse_ebpf.kernel.python_layout import NOWHERE, Layout
 
 # The order of enum outcome in bpf/include/python_maps.h.
@@ -56,6 +56,7 @@ _FLAG_WAITING, _FLAG_TRUNCATED = 4, 8
 _THREAD_BLOCK, _BLOCK = 256, 128
 _SET_BPF = 0x40042408  # PERF_EVENT_IOC_SET_BPF
 _RECORD_LIMIT = 8192  # bytes; none is longer
+_ASKED_AGAIN_NS = 10**9  # when one that is not Python is asked for the next time
 _GRACE_S = 0.05  # far longer than a program runs
 _COMPARED = 4096  # bytes of the table of counts that are compared at once
 
@@ -164,17 +165,33 @@ def decode(record: bytes) -> Record | None:
     return None
 
 
+class Jobs(Protocol):
+    """How jobs are told apart, by maps that are shared."""
+
+    @property
+    def configuration(self) -> Configuration:
+        """For the objects that share them."""
+
+    @property
+    def maps(self) -> Mapping[str, libbpf.Map]:
+        """`slots` and `totals` among them."""
+
+    @property
+    def given(self) -> Collection[int]:
+        """Accounting slots that jobs may have."""
+
+
 class PythonStacks:
     """The programs, loaded and sampling. Records go to `handle` on consume()."""
 
-    def __init__(
-        self, handle: Callable[[Record], None], rate_hz: int, lifecycle: Lifecycle | None = None
-    ) -> None:
+    def __init__(self, handle: Callable[[Record], None], rate_hz: int, lifecycle: Jobs | None = None) -> None:
         """Sample jobs' processes by the slots of `lifecycle`; without it, those that are named by want().
 
-        Raises UnavailableError, or BpfError where the kernel refuses.
+        `rate_hz` 0 takes no samples: another object that share()s the maps walks stacks. Raises
+        UnavailableError, or BpfError where the kernel refuses.
         """
         self._lifecycle = lifecycle
+        self._rate_hz = rate_hz
         self._configuration = lifecycle.configuration if lifecycle else Configuration(0, 0, 0, cpus.count())
         # Each CPU keeps up to 128 free entries of such a table to itself, and evicts others for them.
         self._least = 256 * self._configuration.cpus
@@ -187,7 +204,7 @@ class PythonStacks:
         self._renewed_at = 0.0
         self._seen = bytearray(MAX_STACKS * _COUNT.size)
         clock = partial(perf.open_counter, frequency=rate_hz)
-        self._events = perf.OpenCounters([perf.SOFTWARE["cpu-clock"]], clock)
+        self._events = perf.OpenCounters([perf.SOFTWARE["cpu-clock"]] if rate_hz else [], clock)
         self._object = libbpf.load_shrinking(self._set_up)
         self._waits: libbpf.Object | None = None
         try:
@@ -195,7 +212,7 @@ class PythonStacks:
             self._slots = maps["python_slots"].mapped(MAX_SLOTS * _SLOT_SIZE)
             self._counts = maps["counts"].mapped(MAX_STACKS * _COUNT.size)
             self._control = _Control.from_buffer(maps["control"].mapped(ctypes.sizeof(_Control)))
-            self._control.period_ns = round(1e9 / rate_hz)
+            self._control.period_ns = round(1e9 / rate_hz) if rate_hz else 0
             self._control.by_process = lifecycle is None
             self._control.seed_a, self._control.seed_b = secrets.randbits(64), secrets.randbits(64)
             self._object.programs["identify"].run()
@@ -213,6 +230,8 @@ class PythonStacks:
             for name in ("on_python_fork", "on_python_exec", "on_python_exit"):
                 self._object.programs[name].attach()
             self._put_rows_up()
+            if not rate_hz:
+                return
             self.follow_cpus()
             if not self._events.descriptors:
                 reasons = [*self._events.refused.values(), *self._events.missing.values(), "none is online"]
@@ -243,9 +262,7 @@ class PythonStacks:
         try:
             waits.configure(self._configuration)
             waits.resize("seen_threads", max(16384, self._least))
-            for name, shared in self._object.maps.items():
-                if name not in ("walks", "free_rows") and not name.endswith(".rodata"):
-                    waits.share(shared)
+            self.share(waits, but="free_rows")
             waits.load()
             self._visit_rows = waits.maps["visit_rows"].mapped(_PUT_UP * _U64.size)
             waits.programs["on_visit"].attach()
@@ -254,6 +271,12 @@ class PythonStacks:
             raise
         self._waits = waits
         self._put_rows_up()
+
+    def share(self, other: libbpf.Object, but: str = "") -> None:
+        """Have `other`, which is not loaded yet, use these maps, `but` for one."""
+        for name, shared in self._object.maps.items():
+            if name not in ("walks", but) and not name.endswith(".rodata"):
+                other.share(shared)
 
     def visit(self, stands_for_ns: int) -> None:
         """Read the stacks of all threads that wait; each visit stands for so much of their time."""
@@ -278,6 +301,8 @@ class PythonStacks:
 
     def follow_cpus(self) -> None:
         """Sample CPUs that came. A perf event dies with its CPU, and stays dead when that comes back."""
+        if not self._rate_hz:
+            return
         dead = set()
         for (_, cpu), fd in self._events.descriptors.items():
             with suppress(OSError):
@@ -324,6 +349,19 @@ class PythonStacks:
         self._object.maps["layouts"].update(_U32.pack(self._layouts), bytes(installed(layout)))
         self._layouts += 1
         return self._layouts - 1
+
+    def know(self, pid: int, outcome: str, runtime: int = 0, layout: int = 0) -> None:
+        """As answer(), of a process that has not been met.
+
+        Only where `level` is 0: else the kernel side knows `pid` by another number.
+        """
+        # Like those that the kernel side makes, with a CPU that there is not.
+        space = time.monotonic_ns() << 10 | 1023
+        row = _SPACE.pack(
+            runtime, OUTCOMES.index(outcome), layout, time.monotonic_ns() + _ASKED_AGAIN_NS, 0, 0
+        )
+        self._object.maps["spaces"].update(_PROCESS.pack(space), row)
+        self._object.maps["processes"].update(_U32.pack(pid), _PROCESS.pack(space))
 
     def answer(self, space: int, outcome: str, runtime: int = 0, layout: int = 0) -> None:
         """Processes in `space` can be walked ("resolved"), or every sample of them is `outcome`."""

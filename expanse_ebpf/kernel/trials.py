@@ -9,22 +9,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import resource
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
 from ctypes import c_uint32, c_uint64
 
-from expanse_ebpf.kernel import libbpf
-
-_SYSCALLS = {"x86_64": 321, "aarch64": 280}  # bpf(2)
+from expanse_ebpf.kernel import bpf_call, libbpf
+from expanse_ebpf.kernel.bpf_call import BTF_LOAD, LINK_CREATE, MAP_CREATE, PROG_LOAD, TRACE_UPROBE_MULTI
 
 # Numbers of include/uapi/linux/bpf.h.
-_MAP_CREATE, _PROG_LOAD, _BTF_LOAD, _LINK_CREATE = 0, 5, 18, 28
 _RING_BUFFER = 27
 _KPROBE, _RAW_TRACEPOINT, _TRACING = 2, 17, 26
-_TRACE_ITER, _TRACE_UPROBE_MULTI = 28, 48
+_TRACE_ITER = 28
 _SLEEPABLE = 1 << 4
 _BPF_LOOP, _COPY_FROM_USER_TASK = 181, 191
 
@@ -73,16 +70,10 @@ class _Trial(ExitStack):
 
     def bpf(self, command: int, attributes: bytes) -> int:
         """bpf(2), for what gives a descriptor; raises _RefusedError."""
-        number = _SYSCALLS.get(platform.machine())
-        if number is None:
-            raise _RefusedError(errno.ENOSYS)
-        libc = ctypes.CDLL(None, use_errno=True)
-        buffer = ctypes.create_string_buffer(attributes, 128)
-        descriptor: int = libc.syscall(
-            ctypes.c_long(number), ctypes.c_int(command), buffer, ctypes.c_uint(len(buffer))
-        )
-        if descriptor < 0:
-            raise _RefusedError(ctypes.get_errno())
+        try:
+            descriptor = bpf_call.bpf(command, attributes)
+        except OSError as error:
+            raise _RefusedError(error.errno or errno.EIO) from None
         self.callback(os.close, descriptor)
         return descriptor
 
@@ -95,7 +86,7 @@ class _Trial(ExitStack):
     def load(self, kind: int, code: bytes, **attributes: int) -> int:
         """A program of `code`, with the attributes of _Load."""
         wanted = _Load(kind, len(code) // 8, self.address(code), self.address(b"GPL"), **attributes)
-        return self.bpf(_PROG_LOAD, bytes(wanted))
+        return self.bpf(PROG_LOAD, bytes(wanted))
 
 
 def _tried(steps: Callable[[_Trial], object]) -> int:
@@ -136,7 +127,7 @@ def load_trivial_program() -> int:
 def make_ring_buffer() -> int:
     """Make a ring buffer map."""
     attributes = struct.pack("=IIII", _RING_BUFFER, 0, 0, resource.getpagesize())
-    return _tried(lambda trial: trial.bpf(_MAP_CREATE, attributes))
+    return _tried(lambda trial: trial.bpf(MAP_CREATE, attributes))
 
 
 def load_loop() -> int:
@@ -162,7 +153,7 @@ def load_loop() -> int:
         trial.load(
             _RAW_TRACEPOINT,
             function + _RETURN_0,
-            btf=trial.bpf(_BTF_LOAD, struct.pack("=QQI", trial.address(btf), 0, len(btf))),
+            btf=trial.bpf(BTF_LOAD, struct.pack("=QQI", trial.address(btf), 0, len(btf))),
             function_size=8,
             function_count=2,
             functions=trial.address(struct.pack("=IIII", 0, 3, len(function) // 8, 3)),
@@ -175,7 +166,7 @@ def link_uprobe_multi() -> int:
     """Put a uprobe_multi link on a file that nobody runs."""
 
     def steps(trial: _Trial) -> None:
-        program = trial.load(_KPROBE, _RETURN_0, attach_type=_TRACE_UPROBE_MULTI)
+        program = trial.load(_KPROBE, _RETURN_0, attach_type=TRACE_UPROBE_MULTI)
         try:
             file = os.memfd_create("expanse-trial")
         except OSError as error:
@@ -183,8 +174,8 @@ def link_uprobe_multi() -> int:
         trial.callback(os.close, file)
         os.truncate(file, resource.getpagesize())
         path, offsets = trial.address(os.fsencode(f"/proc/self/fd/{file}")), trial.address(bytes(8))
-        head = struct.pack("=IIII", program, 0, _TRACE_UPROBE_MULTI, 0)
-        trial.bpf(_LINK_CREATE, head + struct.pack("=QQQQI", path, offsets, 0, 0, 1))
+        head = struct.pack("=IIII", program, 0, TRACE_UPROBE_MULTI, 0)
+        trial.bpf(LINK_CREATE, head + struct.pack("=QQQQI", path, offsets, 0, 0, 1))
 
     return _tried(steps)
 
@@ -211,6 +202,6 @@ def link_sleepable_task_iterator() -> int:
             + _RETURN_0
         )
         program = trial.load(_TRACING, code, flags=_SLEEPABLE, attach_type=_TRACE_ITER, attach_to=number)
-        trial.bpf(_LINK_CREATE, struct.pack("=IIII", program, 0, _TRACE_ITER, 0))
+        trial.bpf(LINK_CREATE, struct.pack("=IIII", program, 0, _TRACE_ITER, 0))
 
     return _tried(steps)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from expanse_ebpf.kernel.libbpf import Program
-    from expanse_ebpf.kernel.lifecycle import Lifecycle
 
 # Looking up processes may take the caller's loop so many seconds a turn, and one job so many in a
 # while: what is left over is asked for again.
@@ -108,9 +107,9 @@ class Sampler:
     UnavailableError, or BpfError where the kernel refuses.
     """
 
-    def __init__(self, *, rate_hz: int = 49, waits_hz: int = 4, lifecycle: Lifecycle | None = None) -> None:
-        """`waits_hz` 0 leaves waiting threads out."""
-        self.period_ns = round(1e9 / rate_hz)
+    def __init__(self, *, rate_hz: int = 49, waits_hz: int = 4, lifecycle: kernel.Jobs | None = None) -> None:
+        """`waits_hz` 0 leaves waiting threads out, `rate_hz` 0 those on CPUs."""
+        self.period_ns = round(1e9 / rate_hz) if rate_hz else 0
         self.unavailable: dict[str, str] = {}  # parts that are missing, and why
         self.refusals: dict[int, Refusal] = {}  # by pid, the newest last
         self._lifecycle = lifecycle
@@ -152,6 +151,11 @@ class Sampler:
         """How many process id namespaces lie between the host's and this process's own."""
         return self._kernel.level
 
+    @property
+    def stacks(self) -> kernel.PythonStacks:
+        """The kernel side, for other programs that share its maps."""
+        return self._kernel
+
     # ---- who is looked at
 
     def select_slots(self, default: bool, exceptions: Mapping[int, bool]) -> None:
@@ -162,6 +166,21 @@ class Sampler:
         """Look at a process, at what it has forked and at what it will fork."""
         for each in family(pid):
             self._kernel.want(each)
+
+    def prepare(self, pid: int) -> None:
+        """Look up a process before it is met, so that its first stacks are there already."""
+        if self._kernel.level:
+            return
+        found = self._interpreters.find(pid)
+        if isinstance(found, Refusal):
+            outcome = _OUTCOMES.get(found.reason)
+            if outcome is not None:
+                self._kernel.know(pid, outcome)
+        elif _opted_out(pid, pid):
+            self._kernel.know(pid, "opted_out")
+        else:
+            with suppress(UnavailableError):  # told when it is met
+                self._kernel.know(pid, "resolved", found.runtime, self._install(found.layout, 0))
 
     # ---- what the kernel side says
 
@@ -311,6 +330,10 @@ class Sampler:
             self.unavailable["cpus"] = f"not sampled: CPU {_listed(self._kernel.missing)}"
         return counts
 
+    def stack(self, row: int) -> tuple[Stack, bool]:
+        """The stack in that row, until the next drain(); and whether it has all lines that it ever will."""
+        return self._stack(row), row in self._stacks
+
     def _stack(self, row: int) -> Stack:
         known = self._stacks.get(row)
         if known is not None:
@@ -349,7 +372,7 @@ class Sampler:
 
     def _unresolved(self) -> list[Count]:
         counts = []
-        slots = self._lifecycle.slots.given if self._lifecycle else (0,)
+        slots = self._lifecycle.given if self._lifecycle else (0,)
         none = (0,) * len(kernel.OUTCOMES)
         for slot in slots:
             now = self._kernel.outcomes(slot)
@@ -366,6 +389,13 @@ class Sampler:
                     stack = Stack(slot, 0, True, "", "", False, (), reason)
                     counts.append(Count(stack, visits, visits * self._visit_ns))
         return counts
+
+    def unresolved(self, slot: int) -> dict[str, int]:
+        """Samples of the job in `slot` without a stack since the beginning, by why."""
+        outcomes = self._kernel.outcomes(slot)[0]
+        return {
+            reason: count for reason, count in zip(kernel.OUTCOMES[1:], outcomes[1:], strict=True) if count
+        }
 
     def samples(self, slot: int) -> int:
         """Samples taken of the job in `slot` since the beginning, resolved or not."""

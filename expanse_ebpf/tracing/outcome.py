@@ -1,0 +1,158 @@
+"""Writing what a window has seen into its Trace."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import expanse_ebpf
+from expanse_ebpf.kernel.gpu_calls import gap_bound_ns
+from expanse_ebpf.text import clean
+from expanse_ebpf.tracing.functions import COLLECTIVES, COPY_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from expanse_ebpf.kernel.gpu_calls import GpuCalls, Thread, Total
+    from expanse_ebpf.python_stacks.sampler import Sampler
+    from expanse_ebpf.tracing.kernel_names import KernelNames
+    from expanse_ebpf.tracing.probes import WindowProbes
+    from expanse_ebpf.tracing.recording import Recording
+    from expanse_ebpf.tracing.targets import Targets
+    from expanse_ebpf.wire.collector_pb2 import Trace
+
+_LONGEST_TEXT = 256
+_MOST_REASONS = 3  # that are told in one sentence
+
+
+def fill(
+    trace: Trace,
+    calls: GpuCalls,
+    probes: WindowProbes,
+    targets: Targets,
+    recording: Recording,
+    names: KernelNames,
+    sampler: Sampler,
+    *,
+    slot: int,
+    trap_ns: float,
+) -> None:
+    """Write everything. To be called after the probes have been taken away."""
+    trace.version = expanse_ebpf.__version__
+    wall_ns = time.time_ns() - time.monotonic_ns()
+    base_ns = probes.spans[0][0] if probes.spans else time.monotonic_ns()
+    trace.base_ns = base_ns + wall_ns
+    for begin, end in probes.spans:
+        trace.spans.add(from_ns=begin + wall_ns, to_ns=end + wall_ns)
+    threads = calls.threads()
+    _processes(trace, targets, threads, probes.refused)
+    for thread in threads:
+        name = thread_name(thread.pid, thread.tid)
+        trace.threads.add(
+            tid=thread.tid, pid=thread.pid, name=name, hits=thread.hits, launches=thread.launches
+        )
+    _totals(trace, calls, probes)
+    for bucket, count in calls.gaps():
+        trace.gaps.add(up_to_ns=gap_bound_ns(bucket), count=count)
+    window = calls.window
+    trace.unpaired = sum(total.calls - total.timed for total in _timed(calls, probes))
+    trace.foreign_hits = window.foreign_hits
+    trace.events_lost = window.events_lost + recording.lost
+    for reason, count in sampler.unresolved(slot).items():
+        trace.stacks_unresolved[reason] += count
+    for reason, count in recording.unresolved.items():
+        trace.stacks_unresolved[reason] += count
+    price = trace.price
+    price.trap_ns, price.method, price.points = trap_ns, calls.method, probes.most
+    price.hits = sum(thread.hits for thread in threads)
+    price.program_ns = sum(thread.program_ns for thread in threads)
+    price.attach_ms, price.detach_ms = probes.attach_ns / 1e6, probes.detach_ns / 1e6
+    trace.functions.extend(counted.function.symbol for counted in probes.counted)
+    indexes: dict[tuple[str, str, int], int] = {}
+    kernels = []
+    for kernel in recording.kernels:
+        found = names.name(kernel)
+        # One that is known by its name is the same in all processes.
+        key = (found.name, found.module, 0 if found.name else found.address)
+        if key not in indexes:
+            indexes[key] = len(indexes)
+            trace.kernels.append(found)
+        kernels.append(indexes[key])
+    recording.fill(trace, base_ns, range(len(threads)), kernels)
+
+
+def _processes(
+    trace: Trace,
+    targets: Targets,
+    threads: Sequence[Thread],
+    refused: Mapping[str, Mapping[str, str]],
+) -> None:
+    files: dict[tuple[int | str, ...], int] = {}
+    for file in targets.files:
+        why = file.reason
+        for symbol, reason in list(refused.get(file.path, {}).items())[:_MOST_REASONS]:
+            why = f"{why}; {symbol}: {reason}".removeprefix("; ")
+        files[file.key] = len(files)
+        trace.files.add(
+            path=clean(file.path, _LONGEST_TEXT),
+            level="+".join(file.levels),
+            symbols=len(file.points) - len(refused.get(file.path, {})),
+            reason=why,
+        )
+    for view in targets.views.values():
+        own = [thread for thread in threads if thread.pid == view.pid]
+        trace.processes.add(
+            pid=view.pid,
+            command=view.command,
+            state=view.state,
+            reason=view.reason,
+            files=[files[key] for key in view.files if key in files],
+            calls=sum(thread.calls for thread in own),
+            launches=sum(thread.launches for thread in own),
+        )
+
+
+def _totals(trace: Trace, calls: GpuCalls, probes: WindowProbes) -> None:
+    for function, first, kinds in probes.counted:
+        if function.category == "load":
+            continue
+        for kind in range(kinds):
+            total = calls.total(first + kind)
+            if total.calls or total.nested:
+                trace.totals.add(
+                    function=function.symbol,
+                    category=function.category,
+                    kind=kind_name(function.category, kind if kinds > 1 else function.kind),
+                    **total._asdict(),
+                )
+
+
+def _timed(calls: GpuCalls, probes: WindowProbes) -> Iterator[Total]:
+    for function, first, kinds in probes.counted:
+        if function.timed and function.category != "load":
+            yield from (calls.total(first + kind) for kind in range(kinds))
+
+
+def kind_name(category: str, kind: int) -> str:
+    """The name of a copy's or a collective's kind; "" where it has none."""
+    names = {"copy": COPY_KINDS, "collective": COLLECTIVES}.get(category, ())
+    return names[kind] if 0 <= kind < len(names) else ""
+
+
+def thread_name(pid: int, tid: int) -> str:
+    """As /proc has it; "" of one that has ended."""
+    with suppress(OSError), open(f"/proc/{pid}/task/{tid}/comm", "rb") as file:
+        return clean(file.read(64).rstrip(b"\n"), 32)
+    return ""
+
+
+def why_no_probe_point(targets: Targets) -> str:
+    """In one sentence, why nothing could be probed."""
+    reasons: dict[str, int] = {}
+    for view in targets.views.values():
+        reason = view.reason or view.state.replace("_", " ")
+        reasons[reason] = reasons.get(reason, 0) + 1
+    said = [f"{reason} ({count})" for reason, count in list(reasons.items())[:_MOST_REASONS]]
+    count = len(targets.views)
+    return f"of {count} process{'' if count == 1 else 'es'}: {'; '.join(said)}"

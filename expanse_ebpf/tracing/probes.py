@@ -1,0 +1,116 @@
+"""The probes of a window: put in place in all files that the job maps, taken away, and put in place again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from expanse_ebpf.errors import UnavailableError
+from expanse_ebpf.kernel.gpu_calls import KINDS
+from expanse_ebpf.tracing.sites import Sites
+
+if TYPE_CHECKING:
+    from expanse_ebpf.kernel.gpu_calls import GpuCalls
+    from expanse_ebpf.tracing.functions import Function
+    from expanse_ebpf.tracing.targets import File
+
+
+class Counted(NamedTuple):
+    """A function and the first row of its totals; `kinds` of them, if it has several."""
+
+    function: Function
+    total: int
+    kinds: int
+
+
+class WindowProbes:
+    """All probes of one window, on the programs of `calls`. Times are nanoseconds of the monotonic clock."""
+
+    def __init__(self, calls: GpuCalls) -> None:
+        self.in_place = False
+        self.spans: list[
+            tuple[int, int]
+        ] = []  # when they were in place; the last one's end is 0 while they are
+        self.counted: list[Counted] = []  # the functions, by the index that events have
+        self.function_of: list[int] = []  # of each cookie, counted from the first point
+        self.most = 0  # probes at the same time
+        self.attach_ns = self.detach_ns = 0
+        self.refused: dict[str, dict[str, str]] = {}  # path to function to why
+        self.sites = Sites(calls.returns)
+        self._calls = calls
+        self._index: dict[str, int] = {}
+        self._first = 0
+        self._files: list[tuple[File, list[tuple[int, int]]]] = []
+
+    def add(self, files: Iterable[File]) -> None:
+        """Take up files that are new, and put their probes in place if the others are."""
+        for file in files:
+            places = []
+            for point in file.points:
+                try:
+                    places.append((point.offset, self._cookie(point.function, point.below, point.above)))
+                except UnavailableError as error:
+                    self.refused.setdefault(file.path, {})[point.function.symbol] = str(error)
+            self._files.append((file, places))
+            if self.in_place:
+                began = time.monotonic_ns()
+                self._put(file, places)
+                self.attach_ns += time.monotonic_ns() - began
+
+    def _cookie(self, function: Function, below: int, above: int) -> int:
+        index = self._index.get(function.symbol)
+        if index is None:
+            kinds = KINDS if function.kind_arg >= 0 else 1
+            total = self._calls.add_total(kinds)
+            index = self._index[function.symbol] = len(self.counted)
+            self.counted.append(Counted(function, total, kinds))
+        cookie = self._calls.add_point(function, self.counted[index].total, below, above)
+        if not self.function_of:
+            self._first = cookie
+        self.function_of.append(index)
+        return cookie
+
+    def function(self, cookie: int) -> tuple[int, Function]:
+        """The function that a probe with that cookie is on, and its index in `counted`."""
+        index = self.function_of[cookie - self._first]
+        return index, self.counted[index].function
+
+    def attach(self) -> None:
+        """Put all probes in place, and count from now on."""
+        if self.in_place:
+            return
+        began = time.monotonic_ns()
+        for file, places in self._files:
+            self._put(file, places)
+        self.sites.attach()
+        window = self._calls.window
+        window.epoch += 1
+        window.counting = 1
+        self.in_place = True
+        self.spans.append((time.monotonic_ns(), 0))
+        self.attach_ns += self.spans[-1][0] - began
+
+    def _put(self, file: File, places: list[tuple[int, int]]) -> None:
+        refused = self._calls.calls.attach(file.attach_path, places)
+        if refused:
+            names = {point.offset: point.function.symbol for point in file.points}
+            self.refused.setdefault(file.path, {}).update({names[at]: why for at, why in refused.items()})
+        self.most = max(self.most, self._calls.calls.count + self._calls.returns.count)
+
+    def detach(self) -> None:
+        """Stop counting, and take all probes away; safe when there is none."""
+        if not self.in_place:
+            return
+        self._calls.window.counting = 0
+        began = time.monotonic_ns()
+        self.spans[-1] = (self.spans[-1][0], began)
+        self.in_place = False
+        self.most = max(self.most, self._calls.calls.count + self._calls.returns.count)
+        self._calls.detach()
+        self.detach_ns += time.monotonic_ns() - began
+
+    def close(self) -> None:
+        """Take all away for good."""
+        self.detach()
+        self.sites.close()

@@ -1,0 +1,90 @@
+"""Where timed calls return to: a plain probe there sees their end, and leaves the caller's stack alone."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from expanse_ebpf.python_stacks import mapped_files
+
+if TYPE_CHECKING:
+    from expanse_ebpf.kernel.uprobes import Probes
+
+_MOST = 512  # of a window
+
+
+class _Place(NamedTuple):
+    pid: int
+    device: int
+    inode: int
+    offset: int
+
+
+class Sites:
+    """The places of one window, with a descriptor for each file that they are in."""
+
+    def __init__(self, probes: Probes) -> None:
+        self.refused: dict[str, int] = {}  # places that have no probe, by why
+        self._probes = probes
+        self._files: dict[tuple[int, int], int] = {}  # (device, inode) to an open descriptor
+        self._places: set[_Place] = set()
+
+    def add(self, pid: int, address: int, *, attach: bool) -> None:
+        """Take up the place at `address` of process `pid`, and put the probe there if `attach`.
+
+        The probe is for that process alone: others may come to the same place, in the interpreter's own call
+        of C functions for one, far more often.
+        """
+        if len(self._places) >= _MOST:
+            self._refuse(f"more than {_MOST} places")
+            return
+        try:
+            place = self._find(pid, address)
+        except OSError as error:
+            self._refuse(error.strerror or "not readable")
+            return
+        if place is None:
+            self._refuse("not in a file")
+        elif place not in self._places:
+            self._places.add(place)
+            if attach:
+                self._attach(place)
+
+    def attach(self) -> None:
+        """Put all probes in place."""
+        for place in list(self._places):
+            self._attach(place)
+
+    def _attach(self, place: _Place) -> None:
+        path = f"/proc/self/fd/{self._files[place.device, place.inode]}"
+        for reason in self._probes.attach(path, [(place.offset, 0)], place.pid).values():
+            self._places.discard(place)  # the process may be gone, too
+            self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def _find(self, pid: int, address: int) -> _Place | None:
+        process = f"/proc/{pid}"
+        for line in mapped_files.read_maps(process).split(b"\n"):
+            parsed = mapped_files.parse_line(line)
+            if parsed is None or not parsed[0].start <= address < parsed[0].end:
+                continue
+            mapping, _, path = parsed
+            found = mapped_files.open_mapped(process, process, path, mapping)
+            if found is None:
+                return None
+            status = os.fstat(found)
+            key = (status.st_dev, status.st_ino)
+            if key in self._files:
+                os.close(found)
+            else:
+                self._files[key] = found
+            return _Place(pid, *key, address - mapping.start + mapping.offset)
+        return None
+
+    def close(self) -> None:
+        """Close the files; the probes stay."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
