@@ -15,8 +15,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What is compiled, and by what: clang for the BPF programs, libbpf for their headers and the loader.
-BUILD_PACKAGES := clang libbpf-dev libbpf1
+# What is compiled, and by what: clang for the BPF programs, libbpf for their headers and the loader. BCC finds
+# the names of kernels in traces.
+BUILD_PACKAGES := clang libbpf-dev libbpf1 python3-bpfcc
 # clang-format checks bpf/, the rest is called by tests; the browser opens flame graphs.
 TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static chromium-headless-shell libc6-dev musl-tools
 # tests/guests: the emulator, what makes disk images, a compiler for programs that run there.

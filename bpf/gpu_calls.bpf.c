@@ -46,6 +46,7 @@ enum category {
 
 #define TIMED 1	      /* its end is looked for */
 #define CALIBRATION 2 /* not a function of anybody's: a hit costs what any hit costs, and is not told */
+#define STEPPED 4     /* its first instruction is one that the kernel must step over, which costs more */
 #define NO_ARGUMENT -1
 
 /* A probed function in one file; a probe's cookie is its index. */
@@ -153,6 +154,7 @@ struct thread_row {
 	u64 program_ns;
 	u64 calls;
 	u64 launches;
+	u64 stepped; /* hits of probes that are STEPPED */
 	u64 last_launch_ns;
 	u32 epoch; /* of that */
 	u32 host_tid;
@@ -164,7 +166,7 @@ struct thread_row {
 	struct pending pending;
 	u64 arguments[8]; /* of the hit that is looked at, those in registers */
 	u64 sp, ip, ret;
-	u64 unused_too[4];
+	u64 unused_too[3];
 };
 _Static_assert(sizeof(struct thread_row) == 320, "user space reads rows of this size");
 
@@ -720,6 +722,8 @@ static __always_inline void seen(u32 key, struct point *point, struct task_struc
 	u32 total_row = point->total, outcome = OUTCOMES, stack = 0;
 
 	decode(row, point, &call);
+	if (point->layer == RUNTIME_WRAPPER)
+		call.target = ret; /* its kernel is the runtime's own handle; what calls it bears the kernel's name */
 	likeness = likeness_of(point, &call);
 	if (point->kind_arg != NO_ARGUMENT)
 		total_row += call.kind <= 5 ? call.kind - 1 : 5;
@@ -821,6 +825,8 @@ int on_call(struct pt_regs *registers)
 	row = hit(task, shared, window, &slot, &python, &number);
 	if (!row)
 		return 0;
+	if (point->flags & STEPPED)
+		row->stepped++;
 	keep_arguments(row, registers);
 	seen(key, point, task, slot, python, shared, window, row, number, now);
 	row->program_ns += bpf_ktime_get_ns() - now;

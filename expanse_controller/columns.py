@@ -55,6 +55,8 @@ _GPU = (
     "memory_bytes",
     "memory_total_bytes",
 )
+# Of a job's Python threads; shares in thousandths, since SQLite takes eight bytes for a fraction.
+_PYTHON = ("python_loading_ns", "python_hottest_permille", "python_waiting_permille")
 
 COLUMNS: tuple[str, ...] = (
     "state",
@@ -66,6 +68,9 @@ COLUMNS: tuple[str, ...] = (
     *(f"delay_{field}" for field in _DELAYS),
     "gpus",
     *(f"gpu_{field}" for field in _GPU),
+    # What came later stands at the end, as in a file that was brought up to date.
+    "gpu_throttled_ns",
+    *_PYTHON,
 )
 
 Value = int | float | None
@@ -106,4 +111,16 @@ def values(sample: JobSample) -> list[Value]:
         row += [getattr(gpu, name) if gpu.HasField(name) else None for name in _GPU]
     else:
         row += [None] * (1 + len(_GPU))
+    row.append(sample.gpu.throttled_ns if sample.gpu.HasField("throttled_ns") else None)
+    if sample.HasField("python"):
+        python = sample.python
+        row.append(python.loading_ns if python.HasField("loading_ns") else None)
+        row.append(_permille(python.hottest_share) if python.hottest_function else None)
+        row.append(_permille(python.waiting_share) if python.waiting_function else None)
+    else:
+        row += [None] * len(_PYTHON)
     return [None if value is not None and value > MAX_INTEGER else value for value in row]
+
+
+def _permille(share: float) -> int | None:
+    return round(share * 1000) if 0 <= share <= 1 else None

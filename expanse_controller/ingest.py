@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -19,20 +19,30 @@ from google.protobuf.message import DecodeError
 from expanse_controller.allowance import Allowance
 from expanse_controller.limits import (
     MAX_PROFILES,
+    MAX_REPORT_PARTS,
+    MAX_TRACES,
     REMEDIES,
+    TRACE_REMEDIES,
     checked,
     drop_absurd_gpus,
     drop_absurd_jobs,
     node_fault,
+    part_fault,
     report_fault,
+    status_fault,
 )
 from expanse_controller.store import OUT_OF_ORDER, STORED, Item, Store
+from expanse_controller.traces import is_final
+from expanse_controller.windows import Windows
 from expanse_ebpf.wire.collector_pb2 import (
     Acknowledgement,
     Downstream,
     JobProfile,
     NodeIdentity,
     Report,
+    TracePart,
+    TraceRequest,
+    TraceStatus,
     Upstream,
 )
 
@@ -40,8 +50,9 @@ from expanse_ebpf.wire.collector_pb2 import (
 # sample in the store, and what a report waits for its acknowledgement.
 BATCH_S = 0.1
 BATCH_REPORTS = 500
-# Streams wait once so many reports are not stored yet.
+# Streams wait once so many reports are not stored yet, or so many bytes of traces.
 MAX_WAITING = 2000
+MAX_WAITING_BYTES = 16 << 20
 
 # Of profiles from one node: two hundred jobs with 10 KiB a minute, and what fifty of them bring after an
 # hour without the controller.
@@ -50,7 +61,12 @@ PROFILE_RESERVE_BYTES = 32 << 20
 # So many bytes that are unpacked count as one. Real profiles are packed to a sixth or less, with very long
 # names to a fiftieth; what is made for it to a thousandth, and a few bytes would make hours of work.
 PLAIN_PER_BYTE = 64
-# Refused profiles are told of in the log at this interval.
+# Of traces: a window of a node takes some MiB, and a rule may open one every minute and a half.
+TRACE_BYTES_PER_MINUTE = 8 << 20
+TRACE_RESERVE_BYTES = 256 << 20
+# Windows that a node has ended whose parts may still come: of older ones the store is asked.
+RECENT_WINDOWS = 256
+# Refused profiles and traces are told of in the log at this interval.
 TELL_S = 60.0
 
 STOPPING = "it is stopping"
@@ -71,6 +87,9 @@ class Figures:
     profiles: int = 0
     profile_bytes: int = 0
     profiles_refused: Counter[str] = field(default_factory=Counter)  # by reason
+    trace_bytes: int = 0
+    traces_refused: Counter[str] = field(default_factory=Counter)  # statuses and parts, by reason
+    rule_firings: Counter[str] = field(default_factory=Counter)  # by rule
     streams: int = 0
     commits: int = 0
     commit_s: float = 0.0
@@ -85,7 +104,21 @@ class _Stream:
     handled: int = 0  # highest sequence that is stored or refused for good
     waiting: int = 0  # reports taken and not committed
     failure: str = ""
+    commands: deque[TraceRequest] = field(default_factory=deque)  # that are still to be sent
+    ended: dict[str, int] = field(
+        default_factory=dict
+    )  # windows to how many parts the trace has, 0: not known
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Name and installation of the node."""
+        return self.node.name, self.node.install_id
+
+    def command(self, request: TraceRequest) -> None:
+        """Send a command down."""
+        self.commands.append(request)
+        self.changed.set()
 
 
 class Ingest:
@@ -99,21 +132,26 @@ class Ingest:
         store: Store,
         writer: Executor,
         checker: Executor,
+        windows: Windows,
         on_stored: Callable[[set[tuple[str, str]]], None],
     ) -> None:
         self.figures = Figures()
         self._store = store
         self._writer = writer
         self._checker = checker
+        self._windows = windows
         self._on_stored = on_stored
         self._batch: list[tuple[_Stream, Item]] = []
         self._streams: set[_Stream] = set()
         self._arrived = asyncio.Event()
         self._drained = asyncio.Event()
         self._full = asyncio.Event()
+        self._waiting_bytes = 0  # of traces in the batch
         self._stopping = False
         self._allowance = Allowance(PROFILE_BYTES_PER_MINUTE / 60, PROFILE_RESERVE_BYTES)
+        self._trace_allowance = Allowance(TRACE_BYTES_PER_MINUTE / 60, TRACE_RESERVE_BYTES)
         self._told = -TELL_S  # when a refused profile was last told of
+        self._told_traces = -TELL_S
 
     # ---- the streams
 
@@ -127,6 +165,7 @@ class Ingest:
         if self._stopping:
             stream.failure = STOPPING
             stream.changed.set()
+        self._windows.connected(stream.name, stream.command)
         reading = asyncio.create_task(self._read(requests, stream))
         reading.add_done_callback(lambda _: stream.changed.set())
         sent = 0
@@ -138,11 +177,14 @@ class Ingest:
                     sent = stream.handled
                     reply = Downstream(acknowledgement=Acknowledgement(sequence=sent))
                     await context.write(reply.SerializeToString())
+                while stream.commands:
+                    await context.write(Downstream(trace=stream.commands.popleft()).SerializeToString())
                 if stream.failure:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, stream.failure)
                 if reading.done() and not stream.waiting and stream.handled <= sent:
                     return
         finally:
+            self._windows.disconnected(stream.name, stream.command)
             self._streams.discard(stream)
             self.figures.streams = len(self._streams)
             reading.cancel()
@@ -169,6 +211,12 @@ class Ingest:
     async def _read(self, requests: AsyncIterator[bytes], stream: _Stream) -> None:
         async for raw in requests:
             received_ns = time.time_ns()
+            # Before the message is unpacked: all nodes of a job send their traces at the same time.
+            while not stream.failure and (
+                len(self._batch) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES
+            ):
+                self._drained.clear()
+                await self._drained.wait()
             try:
                 message = Upstream.FromString(raw)
             except DecodeError:
@@ -192,18 +240,22 @@ class Ingest:
             self.figures.gpu_entries_refused += dropped.entries
             report.node.CopyFrom(stream.node)
             profiles: Sequence[JobProfile] = ()
+            traces: Sequence[TraceStatus] = ()
+            parts: Sequence[TracePart] = ()
+            taken_out = bool(report.profiles or report.traces or report.trace_parts)
+            if report.traces or report.trace_parts:
+                traces, parts = await self._traces(stream, report)
             if report.profiles:
                 profiles = await self._profiles(report)
+            if taken_out:
                 # The message would keep the room of what was taken out as long as it lives.
                 report = Report.FromString(report.SerializeToString())
             stream.waiting += 1
-            self._batch.append((stream, Item(stream.node, report, received_ns, profiles)))
+            self._batch.append((stream, Item(stream.node, report, received_ns, profiles, traces, parts)))
             self._arrived.set()
-            if len(self._batch) >= BATCH_REPORTS:
+            self._waiting_bytes += _trace_bytes(self._batch[-1][1])
+            if len(self._batch) >= BATCH_REPORTS or self._waiting_bytes >= MAX_WAITING_BYTES:
                 self._full.set()
-            while len(self._batch) >= MAX_WAITING and not stream.failure:
-                self._drained.clear()
-                await self._drained.wait()
 
     async def _profiles(self, report: Report) -> list[JobProfile]:
         """Take the profiles out of `report`; those that can be stored."""
@@ -242,6 +294,69 @@ class Ingest:
             )
         return [profile for profile, fault in zip(profiles, faults, strict=True) if not fault]
 
+    async def _traces(self, stream: _Stream, report: Report) -> tuple[list[TraceStatus], list[TracePart]]:
+        """Take the final statuses and the parts out of `report`; those that can be stored.
+
+        Statuses of windows that wait or are open stay in the report.
+        """
+        refused: Counter[str] = Counter()
+        final: list[TraceStatus] = []
+        still: list[TraceStatus] = []
+        for number, status in enumerate(report.traces):
+            fault = "count" if number >= MAX_TRACES else status_fault(status)
+            if fault:
+                refused[fault] += 1
+                continue
+            kept = TraceStatus()
+            kept.CopyFrom(status)
+            (final if is_final(kept) else still).append(kept)
+        parts = []
+        for status in final:
+            stream.ended.setdefault(status.id, 0)
+        while len(stream.ended) > RECENT_WINDOWS:
+            del stream.ended[next(iter(stream.ended))]
+        for number, part in enumerate(report.trace_parts):
+            fault = "count" if number >= MAX_REPORT_PARTS else await self._part_fault(stream, part)
+            if fault:
+                refused[fault] += 1
+            else:
+                parts.append(TracePart())
+                parts[-1].CopyFrom(part)
+        report.ClearField("traces")
+        report.ClearField("trace_parts")
+        report.traces.extend(still)
+        self.figures.traces_refused.update(refused)
+        now = time.monotonic()
+        if refused and now - self._told_traces >= TELL_S:
+            self._told_traces = now
+            _log.warning(
+                "node %r: parts of traces are refused, %d since the start: %s",
+                stream.node.name,
+                self.figures.traces_refused.total(),
+                "; ".join(
+                    f"{count} ({reason}): {TRACE_REMEDIES[reason]}" for reason, count in refused.items()
+                ),
+            )
+        return final, parts
+
+    async def _part_fault(self, stream: _Stream, part: TracePart) -> str:
+        fault = part_fault(part)
+        if fault:
+            return fault
+        parts = stream.ended.get(part.id)
+        if parts is None:  # its end came on an earlier stream
+            parts = await asyncio.get_running_loop().run_in_executor(
+                self._writer, self._store.knows_window, stream.node, part.id
+            )
+            if parts is None:
+                return "window"
+        if parts not in (0, part.parts):
+            return "index"
+        if not self._trace_allowance.take(stream.name, len(part.data), time.monotonic()):
+            return "allowance"
+        stream.ended[part.id] = part.parts
+        return ""
+
     # ---- the store
 
     async def commit(self) -> None:
@@ -256,6 +371,7 @@ class Ingest:
             self._full.clear()
             while self._batch:
                 batch, self._batch = self._batch[:BATCH_REPORTS], self._batch[BATCH_REPORTS:]
+                self._waiting_bytes = sum(_trace_bytes(item) for _, item in self._batch)
                 await self._commit(loop, batch)
                 self._drained.set()
             if self._stopping:
@@ -292,6 +408,8 @@ class Ingest:
                 self.figures.stored += 1
                 self.figures.profiles += len(item.profiles)
                 self.figures.profile_bytes += sum(len(profile.pprof) for profile in item.profiles)
+                self.figures.trace_bytes += _trace_bytes(item)
+                self._windows.stored(item)
                 nodes.add((item.node.name, item.node.install_id))
             elif outcome == OUT_OF_ORDER:
                 self.figures.refused["out of order"] += 1
@@ -301,6 +419,10 @@ class Ingest:
             stream.handled = max(stream.handled, item.report.sequence)
             stream.changed.set()
         self._on_stored(nodes)
+
+
+def _trace_bytes(item: Item) -> int:
+    return sum(len(part.data) for part in item.parts)
 
 
 def _key(profile: JobProfile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,9 +20,17 @@ from expanse_ebpf.wire.collector_pb2 import (
     NodeIdentity,
     NvmlStatus,
     Report,
+    TracePart,
+    TraceState,
+    TraceStatus,
 )
 from expanse_ebpf.wire.profile_pb2 import Profile
-from expanse_ebpf.wire.transport import MAX_PROFILE_BYTES, MAX_PROFILE_PLAIN_BYTES
+from expanse_ebpf.wire.transport import (
+    MAX_PROFILE_BYTES,
+    MAX_PROFILE_PLAIN_BYTES,
+    MAX_TRACE_PART_BYTES,
+    MAX_TRACE_PARTS,
+)
 
 MAX_SEQUENCE = 2**63 - 1
 MAX_JOBS = 10_000
@@ -61,6 +70,20 @@ REMEDIES = {
     "count": f"more than {MAX_PROFILES} are in one report; name fewer jobs in that node's python.jobs",
     "allowance": "that node sends too many bytes of profiles; name fewer jobs in its python.jobs",
 }
+# In one report.
+MAX_TRACES = 256
+MAX_REPORT_PARTS = 64
+# Why a status of a window or a part of its trace is refused.
+TRACE_REMEDIES = {
+    "status": f"what it says of a window is absurd; {_UPDATE}",
+    "id": f"its window's id is no 16 hexadecimal digits; {_UPDATE}",
+    "size": f"it is empty or larger than {MAX_TRACE_PART_BYTES >> 10} KiB; {_UPDATE}",
+    "index": f"its number is none of those, or there are more than {MAX_TRACE_PARTS}; {_UPDATE}",
+    "window": f"that node has not said before how that window ended; {_UPDATE}",
+    "count": f"more than {MAX_TRACES} statuses or {MAX_REPORT_PARTS} parts are in one report; {_UPDATE}",
+    "allowance": "that node sends too many bytes of traces; lower its tracing.max_events",
+}
+_WINDOW = re.compile(r"[0-9a-f]{16}")
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _SCHEDULER = re.compile(r"[a-z]{1,32}")
 
@@ -205,6 +228,29 @@ def _is_valid_job_gpu(gpu: JobGpu) -> bool:
 def _is_valid_nvml(nvml: NvmlStatus) -> bool:
     texts = (nvml.code, nvml.reason, nvml.driver_version, nvml.nvml_version, nvml.cuda_version)
     return max(map(len, texts)) <= MAX_TEXT
+
+
+def status_fault(status: TraceStatus) -> str:
+    """Why what a node says of a window cannot be kept, in one word; empty when it can."""
+    if not _WINDOW.fullmatch(status.id):
+        return "id"
+    job = status.identity
+    fits = (
+        (_is_valid_job(job) or (not job.scheduler and job.ByteSize() <= MAX_TEXT and "\0" not in job.id))
+        and status.state in TraceState.values()
+        and max(len(status.reason), len(status.rule)) <= MAX_TEXT
+        and all(map(math.isfinite, (status.seconds, status.traced_share, status.cost_share)))
+    )
+    return "" if fits else "status"
+
+
+def part_fault(part: TracePart) -> str:
+    """Why a part of a trace cannot be stored whatever its window, in one word; empty when it can."""
+    if not _WINDOW.fullmatch(part.id):
+        return "id"
+    if not part.index < part.parts <= MAX_TRACE_PARTS:
+        return "index"
+    return "" if 0 < len(part.data) <= MAX_TRACE_PART_BYTES else "size"
 
 
 class Checked(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 class ControllerCollector(Collector):
     """What a scrape of the controller shows. `families` turns a report into metrics."""
 
-    def __init__(self, store: Store, figures: Figures, families: Families) -> None:
+    def __init__(
+        self, store: Store, figures: Figures, families: Families, windows: Counter[str] | None = None
+    ) -> None:
         self._store = store
         self._figures = figures
+        self._windows = Counter() if windows is None else windows
         self._families = families
 
     def describe(self) -> Iterable[Metric]:
@@ -44,6 +48,7 @@ class ControllerCollector(Collector):
         boots = [boot for boot in self._store.nodes() if boot.newest]
         shared = conflicts(boots, now)
         yield from _own(self._figures, self._store.bytes())
+        yield from _about_windows(self._figures, self._windows.copy())
         yield from _about_nodes(boots, shared, now)
         yield from self._of_nodes(boots, shared, now)
 
@@ -127,6 +132,34 @@ def _own(figures: Figures, store_bytes: int) -> Iterator[Metric]:
     )
 
 
+def _about_windows(figures: Figures, ended: Counter[str]) -> Iterator[Metric]:
+    windows = CounterMetricFamily(
+        "expanse_controller_windows",
+        "Deep traces by how they ended, or why none was opened; those of each node by themselves.",
+        labels=["state"],
+    )
+    for state, count in sorted(ended.items()):
+        windows.add_metric([state], count)
+    yield windows
+    yield CounterMetricFamily(
+        "expanse_controller_trace_bytes_stored", "Size of traces as stored.", value=figures.trace_bytes
+    )
+    refused = CounterMetricFamily(
+        "expanse_controller_traces_refused",
+        "Statuses of deep traces and parts of them left out of reports, by reason.",
+        labels=["reason"],
+    )
+    for reason, count in sorted(figures.traces_refused.copy().items()):
+        refused.add_metric([reason], count)
+    yield refused
+    firings = CounterMetricFamily(
+        "expanse_controller_rule_firings", "How often a rule has asked for a deep trace.", labels=["rule"]
+    )
+    for rule, count in sorted(figures.rule_firings.copy().items()):
+        firings.add_metric([rule], count)
+    yield firings
+
+
 def _about_nodes(boots: list[Boot], shared: set[str], now: int) -> Iterator[Metric]:
     names = ["node", "install_id"]
     age = GaugeMetricFamily(
@@ -152,11 +185,14 @@ def _about_nodes(boots: list[Boot], shared: set[str], now: int) -> Iterator[Metr
     yield from (age, skew, conflict)
 
 
-def serve(store: Store, figures: Figures, address: str) -> int:
-    """Answer scrapes on HOST:PORT in a thread; the port. Raises ControllerError."""
+def serve(store: Store, figures: Figures, windows: Counter[str], address: str) -> int:
+    """Answer scrapes on HOST:PORT in a thread; the port. Raises ControllerError.
+
+    `windows` are those that have ended, by state.
+    """
     from expanse_ebpf.export import prometheus
 
-    collector = ControllerCollector(store, figures, prometheus.families)
+    collector = ControllerCollector(store, figures, prometheus.families, windows)
     try:
         return prometheus.serve(address, collector, where="--metrics-listen")
     except Exception as error:  # its class is the agent's, its text is for the operator

@@ -1,10 +1,10 @@
-"""Answers about nodes and jobs."""
+"""Answers about nodes, jobs and windows."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ from expanse_controller.columns import COLUMNS
 from expanse_controller.errors import ControllerError
 from expanse_controller.ingest import STOPPING
 from expanse_controller.presence import LISTED_S, age_s, is_silent
-from expanse_controller.reader import Part, Reader
+from expanse_controller.reader import MAX_TRACES, Part, Reader
 from expanse_controller.store import Boot, Store
+from expanse_controller.windows import LONGEST_S, RefusedError, Window, Windows, refusal
 from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_ENDED,
@@ -26,22 +27,40 @@ from expanse_ebpf.wire.collector_pb2 import (
     NodeSnapshot,
     ProfileReply,
     ProfileRequest,
+    RulesReply,
+    RulesRequest,
+    RuleState,
     SeriesReply,
     SeriesRequest,
     SnapshotReply,
     SnapshotRequest,
+    TracePart,
+    TraceReply,
+    TraceRequest,
+    TracesReply,
+    TracesRequest,
 )
 
 _M = TypeVar("_M", bound=Message)
 
 
 class Query:
-    """The Query service. `thread` is the one thread that `reader` belongs to."""
+    """The Query service. `thread` is the one that `reader` belongs to; `states` tells how the rules stand."""
 
-    def __init__(self, store: Store, reader: Reader, thread: Executor) -> None:
+    def __init__(
+        self,
+        store: Store,
+        reader: Reader,
+        thread: Executor,
+        windows: Windows,
+        states: Callable[[], Awaitable[list[RuleState]]],
+    ) -> None:
         self._store = store
         self._reader = reader
         self._thread = thread
+        self._windows = windows
+        self._states = states
+        self._opening: set[asyncio.Task[Window]] = set()
         self._watchers: set[_Watcher] = set()
         self._ended = False
         # Each takes a CPU; one with a long span must not hold up all others.
@@ -150,6 +169,67 @@ class Query:
             reply.to_ns = max(part.to_ns for part in parts)
         return reply.SerializeToString()
 
+    async def trace(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Open a window on a job's nodes and follow it; it goes on when the asker hangs up."""
+        request = await _parsed(TraceRequest, raw, context)
+        await _key(request.key, context)
+        shares = (request.cost_share, request.run_share)
+        if not 0 <= request.seconds <= LONGEST_S or not all(0 <= share <= 1 for share in shares):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"seconds must lie between 0 and {LONGEST_S:g}, and shares between 0 and 1",
+            )
+        request.ClearField("rule")
+        request.ClearField("evidence")
+        nodes = (request.node,) if request.node else ()
+        try:
+            places = self._windows.find(request.key, request.run, nodes)
+            opening = asyncio.create_task(self._windows.open(request, places))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+            window = await asyncio.shield(opening)
+        except RefusedError as error:
+            yield refusal(request.key, error).SerializeToString()
+            return
+        try:
+            async for reply in self._windows.follow(window, self._part):
+                yield reply.SerializeToString()
+        except ControllerError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def traces(self, raw: bytes, context: Any) -> bytes:
+        """Windows that are stored, the newest first."""
+        request = await _parsed(TracesRequest, raw, context)
+        key = await _key(request.key, context) if request.key else None
+        found = await self._read(self._reader.traces, key, request.id, request.limit)
+        return TracesReply(traces=[trace for _, trace in found]).SerializeToString()
+
+    async def stored_traces(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Status and parts of one window, node by node."""
+        request = await _parsed(TracesRequest, raw, context)
+        if not request.id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "which window? its id is missing")
+        found = await self._read(self._reader.traces, None, request.id, MAX_TRACES)
+        if not found:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no window {request.id[:100]!r} is stored; the list has their ids"
+            )
+        for boot, trace in sorted(found, key=lambda entry: entry[1].node):
+            yield TraceReply(node=trace.node, status=trace.status).SerializeToString()
+            number = 0
+            while part := await self._part(request.id, boot, number):
+                yield TraceReply(node=trace.node, part=part).SerializeToString()
+                number += 1
+
+    async def rules(self, raw: bytes, context: Any) -> bytes:
+        """How each rule stands with each job."""
+        await _parsed(RulesRequest, raw, context)
+        return RulesReply(states=await self._states()).SerializeToString()
+
+    async def _part(self, window: str, boot: int, number: int) -> TracePart | None:
+        part: TracePart | None = await self._read(self._reader.trace_part, window, boot, number)
+        return part
+
     def stored(self, nodes: set[tuple[str, str]]) -> None:
         """Tell the watchers that these nodes (name, installation) have new reports."""
         for watcher in self._watchers:
@@ -161,6 +241,7 @@ class Query:
     async def end(self) -> None:
         """Let the watchers' streams end, and give up what is being merged."""
         self._ended = True
+        self._windows.end()
         for watcher in self._watchers:
             watcher.changed.set()
         merges = list(self._merges)

@@ -12,17 +12,28 @@ from expanse_controller.columns import COLUMNS, MAX_INTEGER
 from expanse_controller.limits import MAX_PROFILE_NS
 from expanse_controller.store import signed
 from expanse_ebpf.wire import keys
-from expanse_ebpf.wire.collector_pb2 import JobIdentity, Point, StoredJob
+from expanse_ebpf.wire.collector_pb2 import (
+    JobIdentity,
+    Point,
+    StoredJob,
+    StoredTrace,
+    TracePart,
+    TraceStatus,
+)
 
 # Keeps an answer below gRPC's 4 MiB: longer series are thinned out evenly. Most values are counters,
 # so thinning loses resolution and no quantity.
 MAX_VALUES = 80_000
 MAX_JOBS = 5000
 MAX_NODES = 10  # that are named in an error
+MAX_TRACES, USUAL_TRACES = 1000, 100
 
 _JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
     FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
 _BY_KEY = "jobs.id IN (SELECT job FROM job_names WHERE scheduler = ? AND name >= ? AND name < ?) "
+_TRACE = """SELECT boots.id, nodes.name, traces.status, evidence,
+    (SELECT coalesce(sum(length(data)), 0) FROM trace_parts WHERE trace = traces.id)
+    FROM traces JOIN boots ON boots.id = traces.boot JOIN nodes ON nodes.id = boots.node """
 
 
 class Part(NamedTuple):
@@ -165,6 +176,40 @@ class Reader:
         if len({j.node for j in jobs}) > 1:
             told.node = ""
         return told, sorted(parts, key=lambda part: (part.from_ns, part.row))
+
+    def traces(self, key: tuple[str, str] | None, window: str, limit: int) -> list[tuple[int, StoredTrace]]:
+        """Windows, the newest first, each with the row of its node's boot: those of `key`, or of all jobs.
+
+        `window` "" is any; `limit` 0 the usual number.
+        """
+        where: list[str] = ["1"]
+        values: list[str] = []
+        if key:
+            where.append(_BY_KEY.replace("jobs.id", "traces.job"))
+            values += _range(key)
+        if window:
+            where.append("traces.window = ?")
+            values.append(window)
+        rows = self._db.execute(
+            f"{_TRACE} WHERE {' AND '.join(where)} ORDER BY traces.id DESC LIMIT ?",
+            (*values, min(limit or USUAL_TRACES, MAX_TRACES)),
+        )
+        found = []
+        for boot, node, status, evidence, size in rows:
+            trace = StoredTrace.FromString(evidence)
+            trace.status.CopyFrom(TraceStatus.FromString(status))
+            trace.node, trace.bytes = node, size
+            found.append((boot, trace))
+        return found
+
+    def trace_part(self, window: str, boot: int, number: int) -> TracePart | None:
+        """A part of the trace of one node, which is told by the row of its boot."""
+        row = self._db.execute(
+            "SELECT parts, data FROM trace_parts "
+            "WHERE trace = (SELECT id FROM traces WHERE window = ? AND boot = ?) AND part = ?",
+            (window, boot, number),
+        ).fetchone()
+        return row and TracePart(id=window, index=number, parts=row[0], data=row[1])
 
 
 def _newest_run(found: list[tuple[int, int, StoredJob]]) -> list[tuple[int, int, StoredJob]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from expanse_controller.columns import COLUMNS
 from expanse_controller.errors import ControllerError
 
-VERSION = 3
+VERSION = 4
 APPLICATION_ID = 0x45584250  # "EXBP"
 
 # Each commit writes whole pages, most of them changed by some hundred bytes, so small pages keep the
@@ -36,6 +36,35 @@ _PROFILES = (
     # By the report that brought them, as samples are: what makes them unique, and how they age.
     "CREATE UNIQUE INDEX profiles_by_report ON profiles (boot, time_ns, job, from_ns)",
     "CREATE INDEX profiles_by_job ON profiles (job, from_ns, to_ns)",
+)
+_TRACES = (
+    # What each node says of a window, and what it was asked to do until it has said it (`told` is 0). Ages as
+    # samples do, by the node's own clock.
+    """CREATE TABLE traces (
+        id INTEGER PRIMARY KEY,
+        boot INTEGER NOT NULL,
+        time_ns INTEGER NOT NULL,
+        window TEXT NOT NULL,
+        job INTEGER,
+        state INTEGER NOT NULL,
+        told INTEGER NOT NULL,
+        status BLOB NOT NULL,
+        evidence BLOB NOT NULL
+    )""",
+    "CREATE UNIQUE INDEX traces_by_window ON traces (window, boot)",
+    "CREATE INDEX traces_by_report ON traces (boot, time_ns)",
+    "CREATE INDEX traces_by_job ON traces (job)",
+    """CREATE TABLE trace_parts (
+        id INTEGER PRIMARY KEY,
+        trace INTEGER NOT NULL,
+        part INTEGER NOT NULL,
+        parts INTEGER NOT NULL,
+        data BLOB NOT NULL
+    )""",
+    "CREATE UNIQUE INDEX trace_parts_by_trace ON trace_parts (trace, part)",
+    """CREATE TRIGGER forget_parts AFTER DELETE ON traces BEGIN
+        DELETE FROM trace_parts WHERE trace = OLD.id;
+    END""",
 )
 _TABLES = (
     """CREATE TABLE nodes (
@@ -89,6 +118,7 @@ _TABLES = (
         PRIMARY KEY (boot, time_ns, job)
     ) WITHOUT ROWID""",
     *_PROFILES,
+    *_TRACES,
 )
 # What brings a file of an older version to the next, by that version. A step stays as it is when COLUMNS
 # grows: the file that it makes is then brought further by the next one. Added columns are NULL in rows that
@@ -101,6 +131,16 @@ _STEPS = {
             *("gpus", "gpu_busy_ns", "gpu_measured_ns", "gpu_sm_active_ns", "gpu_profiled_ns"),
             *("gpu_energy_mj", "gpu_power_mw", "gpu_memory_bytes", "gpu_memory_total_bytes"),
         )
+    ),
+    3: (
+        *(
+            f"ALTER TABLE samples ADD COLUMN {name}"
+            for name in (
+                *("gpu_throttled_ns", "python_loading_ns"),
+                *("python_hottest_permille", "python_waiting_permille"),
+            )
+        ),
+        *_TRACES,
     ),
 }
 

@@ -9,26 +9,33 @@ import signal
 import socket
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from expanse_controller import metrics
 from expanse_controller.errors import ControllerError
-from expanse_controller.ingest import Ingest
-from expanse_controller.presence import conflicts
+from expanse_controller.ingest import Figures, Ingest
+from expanse_controller.presence import age_s, conflicts
 from expanse_controller.query import Query
 from expanse_controller.reader import Reader
 from expanse_controller.store import SETTLE_S, Store
+from expanse_controller.windows import RefusedError, Windows
 from expanse_ebpf.wire import transport
+
+if TYPE_CHECKING:
+    from expanse_controller.rules.engine import Engine, Firing
+    from expanse_controller.rules.rule import Rule
+    from expanse_ebpf.wire.collector_pb2 import RuleState
 
 GRACE_S = 1.0  # for the last acknowledgements and the ends of the streams
 UPKEEP_S = 5.0
+RULES_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -49,25 +56,31 @@ async def serve(
     metrics_listen: Address | None,
     keep_s: float,
     on_listening: Callable[[Listening], None],
+    rules: Sequence[Rule] = (),
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises ControllerError when it cannot start."""
+    """Run until SIGTERM or SIGINT. Raises ControllerError when it cannot start.
+
+    `rules` are looked at now and then, and open windows.
+    """
     store = Store(db)
     reader: Reader | None = None
     writer = ThreadPoolExecutor(1, "store")
     asker = ThreadPoolExecutor(1, "query")
     checker = ThreadPoolExecutor(1, "profiles")
+    windows = Windows(store, writer)
+    watch = RuleWatch(store, windows, _engine(rules))
     server: grpc.aio.Server | None = None
     tasks: list[asyncio.Task[None]] = []
     try:
         reader = Reader(db)
-        query = Query(store, reader, asker)
-        ingest = Ingest(store, writer, checker, query.stored)
+        query = Query(store, reader, asker, windows, watch.states)
+        ingest = Ingest(store, writer, checker, windows, query.stored)
         server = grpc.aio.server(options=transport.server_options())
         server.add_generic_rpc_handlers(_handlers(ingest, query))
         port = _bind(server, *listen)
         metrics_at = ""
         if metrics_listen:
-            metrics_port = metrics.serve(store, ingest.figures, _text(*metrics_listen))
+            metrics_port = metrics.serve(store, ingest.figures, windows.outcomes, _text(*metrics_listen))
             metrics_at = _text(metrics_listen[0], metrics_port)
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -75,7 +88,12 @@ async def serve(
             loop.add_signal_handler(number, stopped.set)
         await server.start()
         committing = asyncio.create_task(ingest.commit())
-        tasks = [committing, asyncio.create_task(_upkeep(store, writer, keep_s))]
+        tasks = [
+            committing,
+            asyncio.create_task(_upkeep(store, writer, keep_s)),
+            asyncio.create_task(windows.tend()),
+            asyncio.create_task(watch.run(ingest.figures)),
+        ]
         committing.add_done_callback(lambda _: stopped.set())
         on_listening(Listening(_text(listen[0], port), metrics_at))
         await stopped.wait()
@@ -91,6 +109,7 @@ async def serve(
         writer.shutdown()
         asker.shutdown()
         checker.shutdown()
+        watch.close()
         if reader is not None:
             reader.close()
         store.close()
@@ -110,6 +129,10 @@ def _handlers(ingest: Ingest, query: Query) -> tuple[Any, ...]:
                 "Jobs": grpc.unary_unary_rpc_method_handler(query.jobs),
                 "Series": grpc.unary_unary_rpc_method_handler(query.series),
                 "Profile": grpc.unary_unary_rpc_method_handler(query.profile),
+                "Trace": grpc.unary_stream_rpc_method_handler(query.trace),
+                "Traces": grpc.unary_unary_rpc_method_handler(query.traces),
+                "StoredTraces": grpc.unary_stream_rpc_method_handler(query.stored_traces),
+                "Rules": grpc.unary_unary_rpc_method_handler(query.rules),
             },
         ),
     )
@@ -162,3 +185,77 @@ async def _upkeep(store: Store, writer: ThreadPoolExecutor, keep_s: float) -> No
             await loop.run_in_executor(writer, store.settle)
             while await loop.run_in_executor(writer, store.expire, keep_s, now_ns):
                 await asyncio.sleep(0.05)
+
+
+def _engine(rules: Sequence[Rule]) -> Engine | None:
+    if not rules:
+        return None
+    from expanse_controller.rules.engine import Engine
+
+    return Engine(rules)
+
+
+class RuleWatch:
+    """Looks at the nodes by the rules, in a thread of its own, and opens the windows that they ask for."""
+
+    def __init__(self, store: Store, windows: Windows, engine: Engine | None) -> None:
+        self._store = store
+        self._windows = windows
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "rules")
+
+    def close(self) -> None:
+        """Wait for the thread's end."""
+        self._thread.shutdown()
+
+    async def states(self) -> list[RuleState]:
+        """How each rule stands with each job."""
+        return await self._call(self._engine.states) if self._engine else []
+
+    async def run(self, figures: Figures) -> None:
+        """Look now and then, as long as the controller runs."""
+        while self._engine:
+            await asyncio.sleep(RULES_S)
+            try:
+                await self.look(self._engine, figures)
+            except Exception:  # what a rule makes of some figures must not end the controller
+                _log.exception("the rules could not be looked at")
+
+    async def look(self, engine: Engine, figures: Figures) -> None:
+        """Look once, and open what is asked for."""
+        for firing in await self._call(self._firings, engine):
+            figures.rule_firings[firing.rule.name] += 1
+            await self._open(engine, firing)
+
+    def _firings(self, engine: Engine) -> list[Firing]:
+        from expanse_controller.rules.engine import NodeView
+
+        now_ns = time.time_ns()
+        views = [
+            NodeView(
+                boot.identity.name,
+                boot.identity.install_id,
+                newest.previous,
+                newest.current,
+                age_s(newest, now_ns),
+            )
+            for boot in self._store.nodes()
+            if (newest := boot.newest)
+        ]
+        return engine.look(views, now_ns)
+
+    async def _open(self, engine: Engine, firing: Firing) -> None:
+        places = [
+            place
+            for place in self._windows.find(firing.key, 0, firing.nodes)
+            if place.identity.run == firing.run_by_node.get(place.boot.identity.name, place.identity.run)
+        ]
+        try:
+            window = await self._windows.open(firing.request, places)
+        except RefusedError as error:
+            await self._call(engine.refused, firing, str(error))
+        else:
+            await self._call(engine.opened, firing, window.id)
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

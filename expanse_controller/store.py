@@ -8,28 +8,32 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from expanse_controller import schema
+from expanse_controller import schema, traces
 from expanse_controller.columns import COLUMNS, Value, values
 from expanse_controller.errors import ControllerError
 from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_ENDED,
     JOB_STATE_UNSPECIFIED,
+    Evidence,
     JobIdentity,
     JobProfile,
     JobSample,
     NodeIdentity,
     Report,
+    TracePart,
+    TraceStatus,
 )
 
 STORED, REPLAYED, OUT_OF_ORDER = "stored", "replayed", "out of order"
-# What one transaction deletes at most: a profile takes as much room as a hundred samples.
-EXPIRE_ROWS = {"samples": 2000, "profiles": 100}
+# What one transaction deletes at most: a profile takes as much room as a hundred samples, a trace some MiB.
+EXPIRE_ROWS = {"samples": 2000, "profiles": 100, "traces": 4}
 # The end of a job's known time goes to the file at this interval, as long as its state is the same.
 SETTLE_S = 60.0
 # Where a boot stands, its newest report included, goes to the file at this interval: written with every
@@ -48,12 +52,14 @@ _ProfileRow = tuple[int | bytes, ...]
 
 
 class Item(NamedTuple):
-    """A report as it came, its profiles beside it: they are not kept in memory as the report is."""
+    """A report as it came, and beside it what is not kept in memory as the report is."""
 
     node: NodeIdentity
     report: Report
     received_ns: int  # wall clock
     profiles: Sequence[JobProfile] = ()
+    traces: Sequence[TraceStatus] = ()  # final ones
+    parts: Sequence[TracePart] = ()
 
 
 @dataclass(slots=True)
@@ -172,6 +178,8 @@ class Store:
                     fresh.setdefault(boot, []).append(item)
                     rows += self._rows(boot, item.report)
                     profiles += self._profile_rows(boot, item)
+                    if item.traces or item.parts:
+                        self._write_traces(boot, item)
             self._db.executemany(_INSERT, rows)
             self._db.executemany(_INSERT_PROFILE, profiles)
             for boot, taken in fresh.items():
@@ -214,6 +222,59 @@ class Store:
                 job.last_ns = max(time_ns, job.last_ns)
                 boot.jobs[_key(identity)] = job
             yield (boot.id, time_ns, job.id, profile.from_ns, profile.to_ns, profile.pprof)
+
+    def _write_traces(self, boot: Boot, item: Item) -> None:
+        statuses = [
+            (self._place(boot, status.identity, item.report.time_ns), status) for status in item.traces
+        ]
+        traces.told(self._db, statuses, boot.id, item.parts)
+
+    def _place(self, boot: Boot, identity: JobIdentity, time_ns: int) -> traces.Place:
+        if identity.run:
+            job = boot.jobs.get(_key(identity)) or self._find_job(boot, identity)
+            return traces.Place(boot.id, time_ns, job.id if job else None)
+        # Of a job that has no process there any more a node tells the id alone.
+        row = self._db.execute(
+            "SELECT id FROM jobs WHERE boot = ? AND scheduler = ? AND job_id = ? "
+            "ORDER BY last_ns DESC LIMIT 1",
+            (boot.id, identity.scheduler, identity.id),
+        ).fetchone()
+        return traces.Place(boot.id, time_ns, row[0] if row else None)
+
+    def open_window(self, statuses: Sequence[tuple[Boot, TraceStatus]], evidence: Sequence[Evidence]) -> None:
+        """Note that a window was asked for on these nodes, and why. Raises sqlite3.Error."""
+        with self._transaction():
+            places = [(self._place(boot, status.identity, boot.time_ns), status) for boot, status in statuses]
+            traces.opened(self._db, places, evidence)
+
+    def end_window(self, statuses: Sequence[tuple[Boot, TraceStatus]]) -> None:
+        """Note how a window ended on nodes that have not said it themselves. Raises sqlite3.Error."""
+        with self._transaction():
+            for boot, status in statuses:
+                traces.ended(self._db, boot.id, status)
+
+    def knows_window(self, node: NodeIdentity, window: str) -> int | None:
+        """How many parts a node's trace of a window has; 0: not known yet, None: there is no such window."""
+        boot = self._boots.get((node.name, node.install_id, node.boot_id))
+        row = (
+            boot
+            and self._db.execute(
+                "SELECT coalesce((SELECT parts FROM trace_parts WHERE trace = traces.id LIMIT 1), 0) "
+                "FROM traces WHERE window = ? AND boot = ? AND told = 1",
+                (window, boot.id),
+            ).fetchone()
+        )
+        return row[0] if row else None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._roll_back()
+            raise
 
     def _boot(self, node: NodeIdentity) -> Boot:
         key = (node.name, node.install_id, node.boot_id)
@@ -375,6 +436,7 @@ class Store:
             WHERE state != ? AND last_ns > (SELECT time_ns - ? FROM boots WHERE id = jobs.boot)""",
             (JOB_STATE_ENDED, int(3 * SETTLE_S * 1e9)),
         )
+        traces.recover(self._db)
         newest = self._db.execute(
             """SELECT name, install_id, boot_id, max(received_ns)
             FROM boots JOIN nodes ON nodes.id = boots.node GROUP BY node"""

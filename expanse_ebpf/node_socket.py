@@ -1,4 +1,4 @@
-"""The node's Unix socket: reports for those who may see them, Python stacks, and answers to short questions.
+"""The node's Unix socket: reports, Python stacks and traces for those who may see them, and short answers.
 
 It lives in the agent's own loop. Every file is registered in the selector with a function as its
 `data`, to be called with the ready mask: `for key, mask in selector.select(): key.data(mask)`.
@@ -7,114 +7,47 @@ Root and the agent's own user see every job, anyone else the jobs that are known
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import logging
-import os
 import selectors
-import socket
-import stat
-import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
-from expanse_ebpf.errors import ConfigError, ExpanseError, UnavailableError
+from expanse_ebpf.errors import ExpanseError
+from expanse_ebpf.node_client import LENGTH, Client, TooLongError, frame
+from expanse_ebpf.node_listener import Listener
+from expanse_ebpf.node_streams import OnProfile, OnTrace, ProfileStream, Stream, TraceStream, checked
 from expanse_ebpf.visibility import visible
-from expanse_ebpf.wire.collector_pb2 import (
-    NodeReply,
-    NodeRequest,
-    ProcessesReply,
-    ProfilePart,
-    Report,
-    RunReply,
-    WatchProfileRequest,
-)
+from expanse_ebpf.wire.collector_pb2 import NodeReply, NodeRequest, ProcessesReply, Report, RunReply
 
 HISTORY = 120  # reports kept for those who come later
 HISTORY_BYTES = 4 << 20  # but never more than this, whatever the number of jobs
-MAX_REQUEST = 4096  # bytes
 MAX_CLIENTS = 64
 RESERVED = 8  # of them for root, whom nobody must be able to lock out
 MAX_CLIENTS_PER_UID = 8
 REQUEST_BURST, REQUESTS_PER_S = 40.0, 20.0  # of a user without root, over all their connections
 MAX_PROFILES = 16  # clients without root who look at Python stacks: each makes work in every tick
 MAX_PROFILES_PER_UID = 2
+MAX_TRACES = 4  # and with a window open, each of which costs a job something
+MAX_TRACES_PER_UID = 1
 MAX_PENDING_ALL = HISTORY_BYTES + (4 << 20)  # bytes not yet taken by a client who sees everything
 MAX_PENDING_USER = 1 << 20  # the same for anyone else
-QUIET_S = 10.0  # a client that neither watches nor asks is dropped after this time
 
-_LENGTH = struct.Struct(">I")
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 _log = logging.getLogger(__name__)
 
 OnProcesses = Callable[[str, int, int], ProcessesReply]
 OnRun = Callable[[str, int, int], RunReply]
 
 
-class ProfileWatch(Protocol):
-    """Python stacks that are being gathered for one client."""
-
-    over: str  # why nothing more will come; empty: more will
-
-    def part(self, *, up_to_now: bool = False) -> ProfilePart:
-        """What has come since the last part: up to the last tick, or up to now."""
-
-    def close(self) -> None:
-        """Nobody wants them any more."""
-
-
-# The user's id is None for those who see everything.
-OnProfile = Callable[[WatchProfileRequest, int | None], ProfileWatch]
-
-
-def frame(message: Message) -> bytes:
-    """`message` as it goes over the socket: its length in 4 bytes, big-endian, then itself."""
-    body = message.SerializeToString()
-    return _LENGTH.pack(len(body)) + body
-
-
-class _Client:
-    """One connection."""
-
-    __slots__ = (
-        "closing",
-        "deadline",
-        "pending",
-        "pending_bytes",
-        "pid",
-        "profile",
-        "received",
-        "socket",
-        "uid",
-        "watching",
-    )
-
-    def __init__(self, connection: socket.socket, pid: int, uid: int) -> None:
-        self.socket = connection
-        self.pid = pid
-        self.uid = uid
-        self.received = bytearray()
-        self.pending: deque[memoryview] = deque()
-        self.pending_bytes = 0
-        self.watching = False
-        self.profile: ProfileWatch | None = None
-        self.closing = False  # to be closed as soon as what is pending has gone out
-        self.deadline = time.monotonic() + QUIET_S
-
-
 class NodeSocket:
     """The server side of the node's socket.
 
     `on_processes(key, run, uid)` and `on_run(name, pid, uid)` answer the two kinds of question,
-    `on_profile(request, uid)` begins a stream of Python stacks; what they raise as ExpanseError goes to
-    the client as its one line.
+    `on_profile(request, uid)` begins a stream of Python stacks, `on_trace(request, uid)` opens a window; what
+    they raise as ExpanseError goes to the client as its one line.
     """
 
     def __init__(
@@ -125,6 +58,7 @@ class NodeSocket:
         on_processes: OnProcesses | None = None,
         on_run: OnRun | None = None,
         on_profile: OnProfile | None = None,
+        on_trace: OnTrace | None = None,
     ) -> None:
         self.path = path
         self._selector = selector
@@ -132,10 +66,9 @@ class NodeSocket:
         self._on_processes = on_processes
         self._on_run = on_run
         self._on_profile = on_profile
-        self._listener: socket.socket | None = None
-        self._inode = (0, 0)
-        self._spare = -1
-        self._clients: list[_Client] = []
+        self._on_trace = on_trace
+        self._listener = Listener(path, MAX_CLIENTS)
+        self._clients: list[Client] = []
         self._allowance: dict[int, tuple[float, float]] = {}  # uid to (requests left, at which time)
         self._history: deque[bytes] = deque()
         self._history_bytes = 0
@@ -147,84 +80,30 @@ class NodeSocket:
         Raises ConfigError when the path cannot be a socket, UnavailableError when another agent
         answers there or the place cannot be written.
         """
-        if len(os.fsencode(self.path)) > 107:  # sun_path, with its final NUL
-            raise ConfigError(
-                f"agent.socket: {self.path} is longer than 107 bytes, all that a socket's path can have"
-            )
-        directory = Path(self.path).parent
-        try:
-            if not directory.is_dir():
-                directory.mkdir(parents=True)
-                directory.chmod(0o755)  # whatever the umask: everyone may connect
-            with _locked(self.path + ".lock"):
-                self._remove_stale()
-                self._listen()
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot open the node's socket {self.path}: {error.strerror}; "
-                "run the agent as root or set agent.socket"
-            ) from None
-
-    def _remove_stale(self) -> None:
-        try:
-            mode = os.lstat(self.path).st_mode
-        except FileNotFoundError:
-            return
-        if not stat.S_ISSOCK(mode):
-            raise ConfigError(
-                f"agent.socket: {self.path} exists and is not a socket; remove it or set another"
-            )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            code = probe.connect_ex(self.path)
-        # EAGAIN is a full backlog: somebody listens, however slowly.
-        if code in (0, errno.EAGAIN, errno.EINPROGRESS):
-            raise UnavailableError(f"an agent already runs on {self.path}; stop it or set agent.socket")
-        Path(self.path).unlink()
-
-    def _listen(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.setblocking(False)
-            listener.bind(self.path)
-            Path(self.path).chmod(0o666)  # who may see what is decided by credentials
-            status = os.lstat(self.path)
-            listener.listen(MAX_CLIENTS)
-        except OSError:
-            listener.close()
-            raise
-        self._inode = (status.st_dev, status.st_ino)
-        self._listener = listener
-        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listener.open()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
         """Hang up on everyone and remove the socket's file; safe to call twice."""
         for client in list(self._clients):
             self._drop(client)
-        if self._listener is None:
-            return
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        self._listener = None
-        os.close(self._spare)
-        with contextlib.suppress(OSError):
-            status = os.lstat(self.path)
-            if (status.st_dev, status.st_ino) == self._inode:
-                Path(self.path).unlink()
+        if self._listener.is_open:
+            self._selector.unregister(self._listener)
+            self._listener.close()
 
     # ---- reports out
 
     def publish(self, report: Report) -> None:
         """Keep `report` and send every watcher what they may see of it. The caller must not change it.
 
-        `Report.profiles` is for the controller: megabytes, which nobody here waits for. Who wants a
-        profile asks for one, and gets its next part now.
+        `Report.profiles` and `Report.trace_parts` are for the controller: megabytes, which nobody here waits
+        for. Who wants a profile or a trace asks for one, and gets what has come of it now.
         """
-        if report.profiles:
+        if report.profiles or report.trace_parts:
             whole_report, report = report, Report()
             report.CopyFrom(whole_report)
             report.ClearField("profiles")
+            report.ClearField("trace_parts")
         whole = frame(NodeReply(report=report))
         self._last = report
         self._history.append(whole)
@@ -243,33 +122,43 @@ class NodeSocket:
             if client.uid not in by_uid:
                 by_uid[client.uid] = frame(NodeReply(report=visible(report, client.uid)))
             self._send(client, by_uid[client.uid])
-        for client in [client for client in self._clients if client.profile is not None]:
-            self._send_part(client)
+        for client in list(self._clients):
+            if client.stream is not None:
+                client.stream.tick()
+                self._serve(client)
         self._sweep()
 
-    def _send_part(self, client: _Client, *, up_to_now: bool = False) -> None:
-        """The next part of a profile; the last one when there will be no other."""
-        profile = client.profile
-        if profile is None:
-            return
-        self._reply(client, lambda: NodeReply(profile=profile.part(up_to_now=up_to_now)))
-        if profile.over and client in self._clients:
-            self._end_profile(client)
-            self._finish(client)
+    def wake(self) -> None:
+        """Send what has come of windows: for who gives it to call, but not from within a TraceWatch."""
+        for client in list(self._clients):
+            if isinstance(client.stream, TraceStream):
+                self._serve(client)
 
-    def _end_profile(self, client: _Client) -> None:
-        if client.profile is not None:
-            client.profile.close()
-            client.profile = None
+    def _serve(self, client: Client) -> None:
+        """The stream's next messages, each when the one before has gone out; hang up after the last."""
+        while client.stream is not None and not client.pending and not client.closing:
+            reply = self._told(client.stream.next)
+            if reply is None and not client.stream.over:
+                return
+            if reply is not None:
+                self._send(client, frame(reply))
+            if reply is None or reply.HasField("error"):
+                self._end_stream(client)
+                self._finish(client)
 
-    def _send_history(self, client: _Client, wanted: int) -> None:
+    def _end_stream(self, client: Client) -> None:
+        if client.stream is not None:
+            stream, client.stream = client.stream, None
+            self._told(stream.close)
+
+    def _send_history(self, client: Client, wanted: int) -> None:
         frames: list[bytes] = []
         room = self._pending_limit(client) // 2
         for whole in list(self._history)[-wanted:] if wanted else []:
             if client.uid in self._all_seeing:
                 frames.append(whole)
             else:
-                report = NodeReply.FromString(whole[_LENGTH.size :]).report
+                report = NodeReply.FromString(whole[LENGTH.size :]).report
                 frames.append(frame(NodeReply(report=visible(report, client.uid))))
         while len(frames) > 1 and sum(map(len, frames)) > room:
             del frames[: max(1, len(frames) // 8)]
@@ -279,27 +168,15 @@ class NodeSocket:
     # ---- connections
 
     def _accept(self, _mask: int) -> None:
-        assert self._listener is not None
         self._sweep()
-        for _ in range(16):  # the rest at the next turn of the loop
+        for connection in self._listener.accept():
             try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._refuse_one()
-                return
-            try:
-                connection.setblocking(False)
-                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                pid, uid, _gid = _CREDENTIALS.unpack(credentials)
-                client = _Client(connection, pid, uid)
+                client = Client(connection)
                 self._selector.register(connection, selectors.EVENT_READ, partial(self._ready, client))
             except OSError:
                 connection.close()
                 continue
-            full = self._full_for(uid)
+            full = self._full_for(client.uid)
             self._clients.append(client)
             if full:
                 self._fail(client, full)
@@ -316,122 +193,98 @@ class NodeSocket:
             return f"you already have {MAX_CLIENTS_PER_UID} connections to the agent; close one and try again"
         return ""
 
-    def _refuse_one(self) -> None:
-        """Take one connection and close it when there are no descriptors left.
-
-        It would stay in the backlog and keep the loop awake for ever.
-        """
-        assert self._listener is not None
-        os.close(self._spare)
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-
     def _sweep(self) -> None:
         now = time.monotonic()
         for client in list(self._clients):
-            stays = client.watching or client.profile is not None
-            if (client.closing or not stays) and now > client.deadline:
+            if client.is_late(now):
                 self._drop(client)
         for uid, (left, when) in list(self._allowance.items()):
             if left + (now - when) * REQUESTS_PER_S >= REQUEST_BURST:
                 del self._allowance[uid]
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: Client) -> None:
         if client in self._clients:
             self._clients.remove(client)
-            self._end_profile(client)
+            self._end_stream(client)
             self._selector.unregister(client.socket)
             client.socket.close()
 
     # ---- bytes in and out
 
-    def _ready(self, client: _Client, mask: int) -> None:
+    def _ready(self, client: Client, mask: int) -> None:
         if client not in self._clients:  # dropped earlier in this turn of the loop
+            return
+        if not mask:  # nothing was waited for but that it is gone
+            self._drop(client)
             return
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(client)
+                self._serve(client)
             if mask & selectors.EVENT_READ and not client.closing and client in self._clients:
                 self._receive(client)
         except OSError:
             self._drop(client)
 
-    def _receive(self, client: _Client) -> None:
+    def _receive(self, client: Client) -> None:
+        if not client.receive():
+            self._hear_no_more(client)
+            return
         try:
-            data = client.socket.recv(MAX_REQUEST + _LENGTH.size)
-        except BlockingIOError:
-            return
-        if not data:
-            client.watching = False
-            # Who has shut down only its own side still reads: it gets what came since the last tick.
-            self._send_part(client, up_to_now=True)
-            if client in self._clients:
-                self._end_profile(client)
-                self._finish(client)
-            return
-        client.received += data
-        while not client.closing and len(client.received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(client.received)
-            if length > MAX_REQUEST:
-                self._fail(client, f"a request of {length} bytes; {MAX_REQUEST} are allowed")
-                return
-            if len(client.received) < _LENGTH.size + length:
-                return
-            body = bytes(client.received[_LENGTH.size : _LENGTH.size + length])
-            del client.received[: _LENGTH.size + length]
-            self._answer(client, body)
+            while not client.closing and (body := client.request()) is not None:
+                self._answer(client, body)
+        except TooLongError as error:
+            self._fail(client, str(error))
 
-    def _pending_limit(self, client: _Client) -> int:
+    def _hear_no_more(self, client: Client) -> None:
+        """Who has shut down only its own side still reads: it gets what there is of its stream."""
+        client.watching = client.asks = False
+        if client.stream is None:
+            self._finish(client)
+            return
+        failure = self._told(client.stream.stop)
+        if failure is not None:
+            self._fail(client, failure.error)
+            return
+        self._serve(client)
+        if client in self._clients:
+            self._flush(client)
+
+    def _pending_limit(self, client: Client) -> int:
         return MAX_PENDING_ALL if client.uid in self._all_seeing else MAX_PENDING_USER
 
-    def _send(self, client: _Client, data: bytes) -> None:
-        """Queue `data`; a client that does not read is dropped. One frame always has room."""
+    def _send(self, client: Client, data: bytes) -> None:
+        """Queue `data`; a client that does not read is dropped."""
         if client not in self._clients:
             return
-        if client.pending and client.pending_bytes + len(data) > self._pending_limit(client):
+        if not client.queue(data, self._pending_limit(client)):
             self._drop(client)
             return
-        client.pending.append(memoryview(data))
-        client.pending_bytes += len(data)
         try:
             self._flush(client)
         except OSError:
             self._drop(client)
 
-    def _flush(self, client: _Client) -> None:
-        while client.pending:
-            try:
-                sent = client.socket.send(client.pending[0], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                break
-            client.pending_bytes -= sent
-            if sent == len(client.pending[0]):
-                client.pending.popleft()
-            else:
-                client.pending[0] = client.pending[0][sent:]
+    def _flush(self, client: Client) -> None:
+        client.flush()
         if client.closing and not client.pending:
             self._drop(client)
-            return
-        events = 0 if client.closing else selectors.EVENT_READ
-        if client.pending:
-            events |= selectors.EVENT_WRITE
-        if self._selector.get_key(client.socket).events != events:
-            self._selector.modify(client.socket, events, partial(self._ready, client))
+        elif self._selector.get_key(client.socket).events != client.events:
+            self._selector.modify(client.socket, client.events, partial(self._ready, client))
 
-    def _finish(self, client: _Client) -> None:
+    def _finish(self, client: Client) -> None:
         """Close once everything pending has gone out."""
-        client.closing = True
-        client.deadline = time.monotonic() + QUIET_S
-        self._flush(client)
-
-    def _fail(self, client: _Client, reason: str) -> None:
-        self._send(client, frame(NodeReply(error=reason)))
         if client in self._clients:
-            with contextlib.suppress(OSError):
-                self._finish(client)
-                return
-            self._drop(client)
+            client.closing = True
+            client.put_off()
+            try:
+                self._flush(client)
+            except OSError:
+                self._drop(client)
+
+    def _fail(self, client: Client, reason: str) -> None:
+        self._send(client, frame(NodeReply(error=reason)))
+        self._finish(client)
 
     # ---- requests
 
@@ -445,8 +298,8 @@ class NodeSocket:
         self._allowance[uid] = (max(left, 0.0), now)
         return left >= 0
 
-    def _answer(self, client: _Client, body: bytes) -> None:
-        client.deadline = time.monotonic() + QUIET_S
+    def _answer(self, client: Client, body: bytes) -> None:
+        client.put_off()
         if not self._allowed(client.uid):
             self._fail(client, f"more than {REQUESTS_PER_S:.0f} requests per second; ask more slowly")
             return
@@ -469,34 +322,60 @@ class NodeSocket:
         elif kind == "run" and self._on_run is not None:
             run = partial(self._on_run, request.run.name, client.pid, client.uid)
             self._reply(client, lambda: NodeReply(run=run()))
-        elif kind == "profile" and self._on_profile is not None and client.profile is None:
-            self._begin_profile(client, self._on_profile, request.profile)
+        elif kind == "profile" and self._on_profile is not None and client.stream is None:
+            profile = partial(self._on_profile, request.profile)
+            self._begin(client, ProfileStream, lambda uid: ProfileStream(profile(uid)))
+        elif kind == "trace" and self._on_trace is not None and client.stream is None:
+            trace = self._on_trace
+            self._begin(client, TraceStream, lambda uid: TraceStream(trace(checked(request.trace), uid)))
         else:
             self._fail(client, f"the agent does not answer a request of kind {kind or 'unknown'} here")
 
-    def _begin_profile(self, client: _Client, begin: OnProfile, request: WatchProfileRequest) -> None:
-        """Begin to gather; the first part comes at once and tells the rate."""
+    def _begin(
+        self, client: Client, kind: type[ProfileStream | TraceStream], make: Callable[[int | None], Stream]
+    ) -> None:
+        """Begin a stream; what it has already goes out at once."""
+        full = self._no_more(client.uid, kind)
+        if full:
+            self._fail(client, full)
+            return
 
-        def first() -> NodeReply:
-            client.profile = begin(request, None if client.uid in self._all_seeing else client.uid)
-            return NodeReply(profile=client.profile.part())
+        def begin() -> None:
+            client.stream = make(None if client.uid in self._all_seeing else client.uid)
 
-        if client.uid not in self._all_seeing:
-            others = [c.uid for c in self._clients if c.profile is not None and c.uid not in self._all_seeing]
-            if others.count(client.uid) >= MAX_PROFILES_PER_UID or len(others) >= MAX_PROFILES:
-                self._fail(client, "the agent already profiles for as many users as it can; try again later")
-                return
-        self._reply(client, first)
+        failure = self._told(begin)
+        if failure is not None:
+            self._send(client, frame(failure))
+        self._serve(client)
 
-    def _reply(self, client: _Client, make: Callable[[], NodeReply]) -> None:
-        try:
-            reply = make()
-        except ExpanseError as error:
-            reply = NodeReply(error=str(error))
-        except Exception:  # a client's question must not end the agent
-            _log.exception("a question on the node's socket failed")
-            reply = NodeReply(error="the agent could not answer; see its log")
+    def _no_more(self, uid: int, kind: type[ProfileStream | TraceStream]) -> str:
+        """Why one more stream of that kind is refused to `uid`; empty when it is not."""
+        if uid in self._all_seeing:
+            return ""
+        others = [
+            c.uid for c in self._clients if isinstance(c.stream, kind) and c.uid not in self._all_seeing
+        ]
+        profile = kind is ProfileStream
+        most = MAX_PROFILES_PER_UID if profile else MAX_TRACES_PER_UID
+        if others.count(uid) < most and len(others) < (MAX_PROFILES if profile else MAX_TRACES):
+            return ""
+        does = "profiles" if profile else "traces"
+        return f"the agent already {does} for as many users as it can; try again later"
+
+    def _reply(self, client: Client, make: Callable[[], NodeReply]) -> None:
+        reply = self._told(make)
+        assert reply is not None
         self._send(client, frame(reply))
+
+    def _told(self, call: Callable[[], NodeReply | None]) -> NodeReply | None:
+        """What `call` gives, or how it failed: a client's question must not end the agent."""
+        try:
+            return call()
+        except ExpanseError as error:
+            return NodeReply(error=str(error))
+        except Exception:
+            _log.exception("a question on the node's socket failed")
+            return NodeReply(error="the agent could not answer; see its log")
 
     def _may_ask_about(self, uid: int, key: str, run: int) -> bool:
         if uid in self._all_seeing:
@@ -506,22 +385,3 @@ class NodeSocket:
             for job in self._last.jobs
             if job.identity.HasField("uid") and job.identity.uid == uid
         )
-
-
-@contextlib.contextmanager
-def _locked(name: str) -> Iterator[None]:
-    """Hold a lock file, removed in the end, so that of two agents that start at once one sees the other."""
-    path = Path(name)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Its last holder may have removed it between our open and our lock.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                try:
-                    yield
-                finally:
-                    path.unlink()
-                return
-        finally:
-            os.close(descriptor)

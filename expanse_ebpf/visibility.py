@@ -70,6 +70,7 @@ def visible(report: Report, uid: int) -> Report:
             )
             for event in report.gpu_events
         ],
+        traces=[status for status in report.traces if _is_of(uid, runs, status.identity)],
     )
     if report.HasField("nvml"):
         seen.nvml.CopyFrom(report.nvml)
@@ -89,6 +90,11 @@ def visible(report: Report, uid: int) -> Report:
 
 def _run(job: JobIdentity | GpuHolder) -> _Run:
     return job.scheduler, job.id, job.run
+
+
+def _is_of(uid: int, own: Collection[_Run], job: JobIdentity) -> bool:
+    """Whether the job is one of `own`, or that user's and no longer in the report."""
+    return _run(job) in own or (job.HasField("uid") and job.uid == uid)
 
 
 def _names_of_others(report: Report, own: Collection[_Run]) -> set[str]:

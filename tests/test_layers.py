@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "visibility": {"wire"},
     "node_streams": {"wire"},
     "node_client": {"node_streams"},
-    "node_socket": {"jobs", "node_client", "node_streams", "visibility", "wire"},
+    "node_listener": set(),
+    "node_socket": {"node_client", "node_listener", "node_streams", "visibility", "wire"},
     "own_cost": {"kernel", "sources", "wire"},
     "agent": {
         *("sources", "kernel", "jobs", "export", "ship"),

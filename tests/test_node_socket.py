@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import selectors
@@ -21,21 +22,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expanse_ebpf import node_socket
+from expanse_ebpf import node_client, node_socket
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.export import pprof
-from expanse_ebpf.node_socket import NodeSocket, frame
+from expanse_ebpf.node_client import frame
+from expanse_ebpf.node_socket import NodeSocket
 from expanse_ebpf.top import client
 from expanse_ebpf.visibility import visible
 from expanse_ebpf.wire.collector_pb2 import (
+    TRACE_STATE_DONE,
     NodeReply,
     NodeRequest,
     ProcessesRequest,
     ProfilePart,
     RunRequest,
+    TraceReply,
+    TraceRequest,
     WatchProfileRequest,
     WatchRequest,
 )
+from tests.cli.tracing_node import MadeUpWindow, TracingNode, made_trace, parts, status
 from tests.top.serving import ServedNode, make_report
 
 ROOT = Path(__file__).parents[1]
@@ -310,7 +316,7 @@ def test_a_question_about_stacks_that_cannot_be_answered_is_one_line(node: Serve
 def test_who_looks_at_stacks_is_not_dropped_for_being_quiet(
     node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_socket, "QUIET_S", 0.05)
+    monkeypatch.setattr(node_client, "QUIET_S", 0.05)
     parts = client.profile(path, WatchProfileRequest(key="slurm/4411"), lambda: False)
     next(parts)
     time.sleep(0.1)
@@ -363,6 +369,254 @@ def test_profiles_of_a_report_stay_with_the_controller(node: ServedNode, path: s
     assert len(report.profiles) == 1
     assert not visible(report, 1000).profiles
     assert visible(report, 1000).jobs[0].HasField("python")
+
+
+# ---- windows
+
+
+@pytest.fixture
+def tracing(path: str) -> Iterator[TracingNode]:
+    with TracingNode(path) as served:
+        yield served
+
+
+def trace(**fields: object) -> bytes:
+    return frame(NodeRequest(trace=TraceRequest(**{"key": "slurm/4411", **fields})))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def window(node: TracingNode) -> Iterator[tuple[MadeUpWindow, socket.socket, Iterator[NodeReply]]]:
+    """A window that has just been opened, its client, and what that gets."""
+    with connected(node.path) as connection:
+        number = len(node.windows)
+        connection.sendall(trace())
+        eventually(lambda: len(node.windows) > number)
+        yield node.windows[number], connection, replies(connection)
+
+
+def told(reason: str = "") -> TraceReply:
+    return TraceReply(status=status(reason=reason))
+
+
+def test_what_comes_of_a_window_is_told_when_it_comes_and_at_each_tick(tracing: TracingNode) -> None:
+    tracing.begin = lambda made: made.waiting.append(told("at once"))
+    with window(tracing) as (made, _, heard):
+        assert (made.request, made.uid) == (TraceRequest(key="slurm/4411"), None)
+        assert next(heard).trace == told("at once")
+        made.waiting.append(told("with the report"))
+        tracing.publish(make_report(1))
+        assert next(heard).trace == told("with the report")
+        tracing.do(lambda: made.waiting.extend([told("a"), told("b")]))
+        assert [next(heard).trace.status.reason for _ in "ab"] == ["a", "b"]
+        final, pieces = TraceReply(status=status(TRACE_STATE_DONE)), parts(made_trace(), 100)
+        tracing.do(lambda: made.end([final, *pieces]))
+        assert [reply.trace for reply in heard] == [final, *pieces]  # and then it hangs up
+        assert made.closed == 1
+    assert made.stops == 0
+    eventually(lambda: tracing.clients() == 0)
+
+
+def test_who_has_seen_enough_of_a_window_still_gets_its_trace(tracing: TracingNode) -> None:
+    with window(tracing) as (made, connection, heard):
+        connection.shutdown(socket.SHUT_WR)
+        eventually(lambda: made.stops == 1)
+        tracing.publish(make_report(1))
+        tracing.do(lambda: made.waiting.append(told("ends")))
+        assert next(heard).trace == told("ends")
+        assert made.closed == 0
+        tracing.do(lambda: made.end(parts(made_trace(), 100)))
+        assert [reply.trace for reply in heard] == parts(made_trace(), 100)
+    assert (made.stops, made.closed) == (1, 1)
+
+
+def test_the_loop_sleeps_while_a_client_that_has_shut_down_its_side_waits(tracing: TracingNode) -> None:
+    with window(tracing) as (made, connection, _):
+        connection.shutdown(socket.SHUT_WR)
+        eventually(lambda: made.stops == 1)
+        (client,) = tracing.server._clients
+        assert tracing._selector.get_key(client.socket).events == 0
+        with selectors.DefaultSelector() as selector:  # as the agent's own, which is in use
+            selector.register(client.socket, selectors.EVENT_READ)
+            selector.modify(client.socket, 0)
+            assert selector.select(0) == []
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
+def test_a_client_that_is_killed_ends_its_window(tracing: TracingNode, half_closed: bool) -> None:
+    code = "import time\nc = client._connect(sys.argv[1])\nc.sendall(bytes.fromhex(sys.argv[2]))\n"
+    code += "c.shutdown(1)\n" if half_closed else ""
+    process = as_user(0, code + "time.sleep(60)", tracing.path, trace().hex())
+    try:
+        eventually(lambda: tracing.windows and tracing.windows[0].stops == half_closed, 30)
+        assert tracing.windows[0].closed == 0
+        process.kill()
+        eventually(lambda: tracing.windows[0].closed == 1)
+        assert tracing.clients() == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_parts_are_asked_for_when_those_before_have_gone_out(tracing: TracingNode) -> None:
+    trace_of_megabytes = made_trace(padding=os.urandom(4 << 20))
+    pieces = parts(trace_of_megabytes, level=0)
+    assert len(pieces) > 8
+
+    def begin(made: MadeUpWindow) -> None:
+        made.at_a_time = 1
+        made.end(pieces)
+
+    tracing.begin = begin
+    with window(tracing) as (made, _, heard):
+        (client,) = tracing.server._clients
+        for sequence in range(1, 4):
+            tracing.publish(make_report(sequence))  # nothing more goes out for that
+            assert client.pending_bytes <= (512 << 10) + 100
+            assert len(made.waiting) >= len(pieces) - 2
+        assert [reply.trace for reply in heard] == pieces
+        assert made.closed == 1
+
+
+def test_a_client_that_takes_no_part_is_dropped_in_time(
+    tracing: TracingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with window(tracing) as (made, _, _):
+        (client,) = tracing.server._clients
+        tracing.do(lambda: made.end(parts(made_trace(padding=os.urandom(1 << 20)), level=0)))
+        assert client.pending
+        tracing.publish(make_report(1))
+        assert (made.closed, tracing.clients()) == (0, 1)
+        monkeypatch.setattr(node_client, "TAKE_S", -1.0)
+        tracing.publish(make_report(2))
+        assert (made.closed, tracing.clients()) == (1, 0)
+
+
+def test_a_quiet_window_does_not_count_as_a_quiet_client(
+    tracing: TracingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_client, "QUIET_S", -1.0)
+    with window(tracing) as (made, _, heard):
+        tracing.publish(make_report(1))
+        tracing.do(lambda: made.end([told("at last")]))
+        assert next(heard).trace == told("at last")
+
+
+def test_two_users_have_a_window_each_and_no_more(
+    tracing: TracingNode, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "c = client._connect(sys.argv[1])\nc.sendall(bytes.fromhex(sys.argv[2]))\n"
+        "print(client._receive(c, sys.argv[1]).trace.status.reason, flush=True)\nsys.stdin.read()"
+    )
+    tracing.begin = lambda made: made.waiting.append(told("opened"))
+    users = [as_user(uid, code, path, trace(stacks=True).hex()) for uid in (2000, 2001)]
+    try:
+        assert [user.stdout.readline() for user in users if user.stdout] == ["opened\n"] * 2
+        assert sorted(made.uid or 0 for made in tracing.windows) == [2000, 2001]
+        assert all(made.request.stacks for made in tracing.windows)
+        again = as_user(2000, code.replace("print", "import traceback; print"), path, trace().hex())
+        assert again.communicate(timeout=60)[0] == ""
+        assert again.returncode == 1  # refused
+        assert len(tracing.windows) == 2
+        monkeypatch.setattr(node_socket, "MAX_TRACES", 2)
+        third = as_user(2002, code, path, trace().hex())
+        assert third.communicate(timeout=60)[0] == ""
+        with window(tracing) as (made, _, _):  # root has its own room
+            assert made.uid is None
+    finally:
+        for user in users:
+            user.communicate(timeout=30)
+    eventually(lambda: tracing.clients() == 0)
+    assert [made.closed for made in tracing.windows] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"key": ""}, "'' is not a job's key"),
+        ({"key": "slurm/x"}, "'slurm/x' is not a job's key"),
+        ({"seconds": math.nan}, "seconds of a window: nan is not between 0.1 and 3600"),
+        ({"seconds": math.inf}, "seconds of a window: inf"),
+        ({"seconds": -1.0}, "seconds of a window: -1"),
+        ({"seconds": 1e9}, "seconds of a window: 1e+09"),
+        ({"cost_share": math.nan}, "cost_share of a window: nan"),
+        ({"cost_share": 1.5}, "cost_share of a window: 1.5 is not between 0.0001 and 1"),
+        ({"run_share": -0.3}, "run_share of a window: -0.3"),
+        ({"key": "slurm/0"}, "no job slurm/0 on this node"),
+        ({"key": "run/boom"}, "see its log"),
+        ({"key": "run/" + "x" * 5000}, "a request of 5010 bytes; 4096 are allowed"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused_in_one_line(
+    tracing: TracingNode, fields: dict[str, object], words: str
+) -> None:
+    with connected(tracing.path) as connection:
+        connection.sendall(trace(**fields))
+        reply = next(replies(connection))
+    assert words in reply.error
+    assert "\n" not in reply.error
+    assert tracing.windows == []
+    eventually(lambda: tracing.clients() == 0)
+
+
+def test_ten_megabytes_of_key_are_refused_unread(tracing: TracingNode) -> None:
+    with connected(tracing.path) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(trace(key="run/" + "x" * 10_000_000))
+        # What was sent and not read makes the kernel reset the connection; the answer comes before that.
+        head = connection.recv(4)
+        assert "are allowed" in NodeReply.FromString(connection.recv(struct.unpack(">I", head)[0])).error
+    eventually(lambda: tracing.clients() == 0)
+
+
+def test_what_is_for_a_controller_to_say_does_not_get_through(tracing: TracingNode) -> None:
+    asked = TraceRequest(
+        key="slurm/4411", id="0" * 16, rule="mine", start_ns=1 << 62, node="other", seconds=5
+    )
+    asked.run, asked.cost_share, asked.run_share, asked.stacks = 7, 0.05, 0.5, True
+    asked.evidence.add(name="made up", value=1)
+    data = asked.SerializeToString() + b"\xfa\x7f\x03abc"  # field 2047, which nobody knows
+    body = NodeRequest.FromString(b"\x2a" + bytes([len(data)]) + data).SerializeToString()
+    with connected(tracing.path) as connection:
+        connection.sendall(struct.pack(">I", len(body)) + body)
+        eventually(lambda: tracing.windows)
+        assert tracing.windows[0].request == TraceRequest(
+            key="slurm/4411", run=7, seconds=5, cost_share=0.05, run_share=0.5, stacks=True
+        )
+
+
+def test_a_window_whose_source_fails_is_told_and_closed(tracing: TracingNode) -> None:
+    with window(tracing) as (made, _, heard):
+        made.replies = None  # type: ignore[method-assign, assignment]
+        tracing.publish(make_report(1))
+        (reply,) = heard
+        assert "see its log" in reply.error
+        assert made.closed == 1
+    assert tracing.failure is None
+
+
+def test_one_connection_has_one_stream(tracing: TracingNode) -> None:
+    with connected(tracing.path) as connection:
+        connection.sendall(trace() + ask(key="slurm/4411"))
+        (reply,) = replies(connection)
+        assert "does not answer a request of kind profile here" in reply.error
+    assert [made.closed for made in tracing.windows] == [1]
+
+
+def test_an_agent_that_opens_no_windows_says_so(node: ServedNode) -> None:
+    with connected(node.path) as connection:
+        connection.sendall(trace())
+        assert "kind trace" in next(replies(connection)).error
+
+
+def test_traces_of_a_report_stay_with_the_controller_and_statuses_do_not(node: ServedNode, path: str) -> None:
+    report = make_report(1)
+    report.traces.add(id="1" * 16).identity.CopyFrom(report.jobs[0].identity)
+    report.trace_parts.add(id="1" * 16, parts=1, data=b"x" * 500_000)
+    node.publish(report)
+    seen = next(client.watch(path, history=1))
+    assert (len(seen.traces), len(seen.trace_parts), len(report.trace_parts)) == (1, 0, 1)
+    assert node.server._history_bytes < 100_000
 
 
 # ---- hostile and slow clients
@@ -425,7 +679,7 @@ def test_a_client_that_does_not_read_is_dropped(
 def test_a_quiet_client_is_dropped_and_a_watcher_is_not(
     node: ServedNode, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_socket, "QUIET_S", 0.05)
+    monkeypatch.setattr(node_client, "QUIET_S", 0.05)
     with connected(path) as quiet, connected(path) as watcher:
         watcher.sendall(frame(NodeRequest(watch=WatchRequest())))
         quiet.sendall(b"\0\0")  # a beginning does not count

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from expanse_ebpf.visibility import GPU_FIELDS, HIDDEN_CONFLICT, visible
-from expanse_ebpf.wire.collector_pb2 import GpuHolder, GpuProcess, GpuSample
+from expanse_ebpf.wire.collector_pb2 import (
+    TRACE_STATE_DONE,
+    TRACE_STATE_NO_TARGETS,
+    TRACE_STATE_OPEN,
+    GpuHolder,
+    GpuProcess,
+    GpuSample,
+)
 from tests.top.gpu_reports import gpu_report
 from tests.top.serving import make_report
 
@@ -87,3 +94,25 @@ def test_where_holders_are_left_out_no_contradiction_is_told_since_it_may_name_t
     assert "run/secret" in visible(report, 1001).jobs[0].gpu.conflicts[-1]  # nobody knows that name
     report.gpus[0].conflicts.append("… and 3 more holders")
     assert set(visible(report, 1001).jobs[0].gpu.conflicts) == {HIDDEN_CONFLICT}
+
+
+def test_a_user_sees_the_windows_of_their_own_jobs_alone() -> None:
+    report = make_report(1)
+    for number, job in enumerate(report.jobs):
+        report.traces.add(id=f"window-{number}", state=TRACE_STATE_OPEN, reason=f"of {job.identity.name}")
+        report.traces[-1].identity.CopyFrom(job.identity)
+    gone = report.traces.add(id="of-one-that-is-gone", state=TRACE_STATE_DONE)
+    gone.identity.scheduler, gone.identity.id, gone.identity.run, gone.identity.uid = "slurm", "9", 9, 1001
+    asked = report.traces.add(id="refused", state=TRACE_STATE_NO_TARGETS, reason="no job slurm/8")
+    asked.identity.scheduler, asked.identity.id = (
+        "slurm",
+        "4412",
+    )  # as it was asked for; no run of it is known
+    report.trace_parts.add(id="window-1", index=0, parts=1, data=b"secret")
+    seen = visible(report, 1001)
+    assert [status.id for status in seen.traces] == ["window-1", "of-one-that-is-gone"]
+    assert seen.traces[0] == report.traces[1]
+    assert not seen.trace_parts
+    assert [status.id for status in visible(report, 1000).traces] == ["window-0"]
+    assert not visible(report, 65534).traces
+    assert len(report.traces) == 5

@@ -24,6 +24,8 @@ COMMANDS = {
     "run": ("expanse_ebpf.cli.run", "Start a command as a job of its own."),
     "top": ("expanse_ebpf.cli.top", "Show the jobs of this node, live."),
     "profile": ("expanse_ebpf.cli.profile", "Show which Python lines a job's time goes to."),
+    "trace": ("expanse_ebpf.cli.trace", "Trace every GPU call of a job for some seconds."),
+    "traces": ("expanse_ebpf.cli.traces", "List and fetch the traces that a controller has."),
     "check": ("expanse_ebpf.cli.check", "Say what this node can and cannot do, and why."),
     "demo": ("expanse_ebpf.cli.demo", "Agent, controller and a small training job, all at once."),
 }
@@ -144,7 +146,8 @@ Examples:
   expanse-ebpf top                           and look
   expanse-ebpf run --name train -- python train.py
   expanse-ebpf top --once --json --job run/train
-  expanse-ebpf profile --job run/train -o train.html""",
+  expanse-ebpf profile --job run/train -o train.html
+  expanse-ebpf trace run/train -o train.pftrace""",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 def main() -> None:

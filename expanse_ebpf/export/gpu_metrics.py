@@ -98,6 +98,7 @@ JOB_GPU_METRICS = (
     _job("gpu_power_watts", "watts", "Power of the GPUs that the job holds alone and whole.", "NVML", "gpu.power_mw"),
     _job("gpu_memory_bytes", "bytes", "GPU memory of the job's processes.", "NVML", "gpu.memory_bytes"),
     _job("gpu_memory_size_bytes", "bytes", "All memory of the GPUs and instances that the job holds.", "NVML", "gpu.memory_total_bytes"),
+    _job("gpu_throttled_seconds_total", "seconds", "Time for which power, heat or a brake held down the clocks of the job's GPUs while it held them, added up; of causes that overlap the longest.", "NVML", "gpu.throttled_ns"),
     _job("gpu_conflicts", "conflicts", "Contradictions about what GPUs the job holds.", "docs/gpu-ownership.md", read.said("conflicts")),
     _job("gpu_unknown", "names", "GPUs that the job's variables name and the node has not got.", "docs/gpu-ownership.md", read.said("unknown")),
 )

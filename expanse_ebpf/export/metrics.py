@@ -89,6 +89,7 @@ JOB_METRICS = (
     *(_job(f"network_{name}_total", unit, f"{text} in the job's own network namespace.", "netlink", f"network.{field}") for name, unit, field, text in _NETWORK),
     _job("python_samples_total", "samples", "Samples that found the job on a CPU, of which its Python stacks are made.", "perf event, read by BPF", "python.samples"),
     _job("python_unresolved_total", "samples", "Of these samples, those without a Python stack, by reason.", "perf event, read by BPF", readers.python_unresolved, "reason"),
+    _job("python_loading_seconds_total", "seconds", "Time in which the job's Python threads waited or ran inside a data loader, summed over the threads; a loader's worker processes are left out.", "perf event and visits, read by BPF", "python.loading_ns"),
     _job("delay_seconds_total", "seconds", "Time that the job's threads waited, by cause.", "taskstats", _DELAYS, "cause"),
     *JOB_GPU_METRICS,
 )

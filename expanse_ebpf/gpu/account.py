@@ -19,6 +19,9 @@ _SHARED_INSTANCE = "several MIG instances lie in one GPU instance, of which alon
 _NOT_WHOLE = "a GPU, or a part of one, is not its alone, and power is measured of whole GPUs"
 _NO_GPM = "needs the profiler (gpu.profiler) and a GPU that has GPM"
 _NOT_ALONE = "a GPU is not its alone, and the profiler tells of whole GPUs"
+_NO_THROTTLING = "NVML does not tell for how long its GPUs were throttled"
+# Causes that are no lack of power, no heat and no fault: one GPU waits for another, or has nothing to do.
+_NO_BRAKES = ("sync_boost", "idle", "gpu_idle")
 _MOST_MW = 20_000_000  # of any GPU: a reading of the energy that has grown faster is none
 _SLACK_S = 10  # for clocks that were set
 _MOST = (1 << 63) - 1
@@ -59,12 +62,21 @@ def _of(message: object | None, name: str) -> int | None:
     return value
 
 
+class _Throttling(NamedTuple):
+    """For how long a GPU's clocks had been held down at one moment."""
+
+    by_cause: Mapping[str, int]  # nanoseconds
+    time_ns: int  # by the wall clock
+
+
 class Account:
     """The counters of one job."""
 
-    __slots__ = ("_before", "_energy_mj", "_sums")
+    __slots__ = ("_before", "_energy_mj", "_sums", "_throttled", "_throttled_ns")
 
     def __init__(self) -> None:
+        self._throttled: dict[str, _Throttling] = {}  # of each GPU that it held in the last tick
+        self._throttled_ns: int | None = None  # None: no GPU has told
         self._sums = {"busy_ns": 0, "measured_ns": 0, "sm_active_ns": 0, "profiled_ns": 0}
         self._energy_mj = 0
         self._before: dict[str, Totals] = {}  # of each GPU that it held in the last tick
@@ -85,6 +97,7 @@ class Account:
         somebody on one is not known; none where NVML does not tell. Why a figure is missing goes into
         `missing`.
         """
+        self._add_throttling(holds, samples, result, missing)
         before, self._before = self._before, {}
         # With all of its instances a job has the GPU itself, whose figures are theirs too.
         whole_gpus = {hold.uuid for hold in holds}
@@ -163,6 +176,40 @@ class Account:
             measured = more("measured_ns")
             self._grow("measured_ns", measured)
             self._grow("busy_ns", min(own_ns, measured))
+
+    def _add_throttling(
+        self,
+        holds: Sequence[GpuHold],
+        samples: Mapping[str, GpuSample],
+        result: JobGpu,
+        missing: dict[str, str],
+    ) -> None:
+        """The time for which its GPUs were throttled while it held them, shared ones in full.
+
+        Causes overlap, so of each GPU and tick the longest of them counts. An instance has its GPU's clocks.
+        """
+        now: dict[str, _Throttling] = {}
+        for hold in holds:
+            uuid = samples[hold.uuid].parent_uuid or hold.uuid if hold.uuid in samples else hold.uuid
+            gpu = samples.get(uuid)
+            if gpu is not None and gpu.throttled_ns:
+                causes = {cause: ns for cause, ns in gpu.throttled_ns.items() if cause not in _NO_BRAKES}
+                now[uuid] = _Throttling(causes, gpu.time_ns)
+            elif uuid in self._throttled:  # it is silent
+                now[uuid] = self._throttled[uuid]
+        for uuid, (by_cause, time_ns) in now.items():
+            then = self._throttled.get(uuid)
+            grown = 0
+            if then is not None:
+                grown = max((ns - then.by_cause.get(cause, ns) for cause, ns in by_cause.items()), default=0)
+                most = max(0, time_ns - then.time_ns) + _SLACK_S * 10**9
+                grown = grown if 0 < grown <= most else 0  # else it has begun anew, or is no true reading
+            self._throttled_ns = min((self._throttled_ns or 0) + grown, _MOST)
+        self._throttled = now
+        if self._throttled_ns is not None:
+            result.throttled_ns = self._throttled_ns
+        elif any(hold.uuid in samples for hold in holds):
+            missing["throttled_ns"] = _NO_THROTTLING
 
     def _grow(self, name: str, by: int) -> None:
         self._sums[name] = min(self._sums[name] + by, _MOST)

@@ -18,10 +18,10 @@ CATEGORIES = ("launch", "graph", "copy", "set", "alloc", "free", "sync", "collec
 KINDS = 6  # rows of totals of a function whose kind is an argument; the last is that of all other values
 
 _MAX_POINTS, _MAX_TOTALS, _MAX_ROWS, _GAP_BUCKETS = 4096, 2048, 4096, 512
-_TIMED, _CALIBRATION = 1, 2
+_TIMED, _CALIBRATION, _STEPPED = 1, 2, 4
 _POINT = struct.Struct("=IBBBBbbbbbbbBQQ")
 _TOTAL = struct.Struct("=6Q16x")
-_ROW = struct.Struct("=6Q5I")
+_ROW = struct.Struct("=7Q5I")
 _ROW_SIZE = 320
 _U64 = struct.Struct("=Q")
 _CALL = struct.Struct("=IIQIII4x8IQQQ")
@@ -130,11 +130,10 @@ class Thread(NamedTuple):
 
     row: int
     hits: int
+    stepped: int  # of them, those at instructions that the kernel must step over
     program_ns: int
     calls: int
     launches: int
-    host_tid: int
-    host_pid: int
     tid: int
     pid: int
 
@@ -257,16 +256,21 @@ class GpuCalls:
         self._total_rows += kinds
         return self._total_rows - kinds
 
-    def add_point(self, function: Function, total: int, below: int, above: int) -> int:
+    def add_point(self, function: Function, total: int, below: int, above: int, *, stepped: bool) -> int:
         """The cookie for probes of `function` in one file, counted in row `total`.
 
-        `below` and `above` are how many bytes of the file's code lie around it. Raises UnavailableError when
-        there are too many.
+        `below` and `above` are how many bytes of the file's code lie around it, `stepped` tells that the
+        kernel must step over its first instruction. Raises UnavailableError when there are too many.
         """
         return self._add(
             _POINT.pack(
                 *(total, function.layer, CATEGORIES.index(function.category), function.shape),
-                *(_TIMED * function.timed, function.kind_arg, function.bytes_arg, function.times_arg),
+                *(
+                    _TIMED * function.timed | _STEPPED * stepped,
+                    function.kind_arg,
+                    function.bytes_arg,
+                    function.times_arg,
+                ),
                 *(function.type_arg, function.stream_arg, function.target_arg, function.name_arg),
                 *(function.shift, below, above),
             )
@@ -283,9 +287,9 @@ class GpuCalls:
         self._points += 1
         return self._points - 1
 
-    def consume(self) -> int:
-        """Handle all records there are; returns their number."""
-        return self._ring.consume()
+    def consume(self, most: int) -> int:
+        """Handle so many records at most; returns their number."""
+        return self._ring.consume(most)
 
     def total(self, row: int) -> Total:
         """What was counted in a row of totals."""
@@ -304,10 +308,10 @@ class GpuCalls:
 
     def thread(self, row: int) -> Thread:
         """The thread that has that row."""
-        _, hits, program_ns, calls, launches, _, _, host_tid, host_pid, tid, pid = _ROW.unpack_from(
+        _, hits, program_ns, calls, launches, stepped, _, _, _, _, tid, pid = _ROW.unpack_from(
             self._rows, row * _ROW_SIZE
         )
-        return Thread(row, hits, program_ns, calls, launches, host_tid, host_pid, tid, pid)
+        return Thread(row, hits, stepped, program_ns, calls, launches, tid, pid)
 
     def detach(self) -> None:
         """Take all probes away; safe when there is none."""

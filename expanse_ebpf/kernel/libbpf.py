@@ -421,7 +421,10 @@ class RingBuffer:
 
         def sample(context: int, data: int, size: int) -> int:
             handle(ctypes.string_at(data, min(size, limit)))
-            return 0
+            self._left -= 1
+            return 0 if self._left else -errno.EAGAIN
+
+        self._left = 0
 
         self._callback = _SAMPLE(sample)
         self._pointer = library().ring_buffer__new(source.fd, self._callback, None, None)
@@ -429,9 +432,15 @@ class RingBuffer:
             raise _error(f"reading ring buffer {source.name}")
         self.fd = library().ring_buffer__epoll_fd(self._pointer)
 
-    def consume(self) -> int:
-        """Hand over all records there are now; returns their number."""
+    def consume(self, most: int = 0) -> int:
+        """Hand over the records there are, or so many at most; returns their number.
+
+        Without a limit that goes on for as long as others come in faster than they are handled.
+        """
+        self._left = most  # from 0 it does not come to 0 again
         count = library().ring_buffer__consume(self._pointer)
+        if most and not self._left:
+            return most
         if count < 0:
             raise _error("reading a ring buffer", count)
         return int(count)

@@ -43,7 +43,7 @@ class Probes:
         self.count = 0  # that are in place
 
     def attach(self, path: str, places: Sequence[tuple[int, int]], pid: int = 0) -> dict[int, str]:
-        """Put a probe at each of `places` (offset in the file at `path`, cookie), for process `pid` or for all.
+        """Put a probe at each of `places` (offset in the file at `path`, cookie), for process `pid` or all.
 
         Gives those offsets at which the kernel refused, and why.
         """

@@ -13,28 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import stat
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from expanse_ebpf.python_stacks.build import Build, examine, shown
 from expanse_ebpf.python_stacks.elf import Segment
 from expanse_ebpf.python_stacks.layouts import COOKIE, NOWHERE, Layout
+from expanse_ebpf.python_stacks.mapped_files import (
+    Mapping,
+    another_thread,
+    living_name,
+    open_mapped,
+    open_program,
+    parse_line,
+    read_maps,
+)
 
 _MOST_FILES = 1024  # that are remembered
 # Of one process; a job may map what it likes, and what is looked at costs time.
 _MOST_CANDIDATES = 12
 _MOST_MAPPINGS = 512
-_MAPS_SIZE = 32 << 20  # bytes of /proc/PID/maps
 _MOST_INTERPRETERS, _MOST_THREADS = 32, 64  # which a layout is tried on
 _HIGHEST_THREAD_ID = 1 << 22  # PID_MAX_LIMIT of the kernel
 _PF_KTHREAD = 0x00200000  # include/linux/sched.h
 _TRIES = 3  # a list of threads may change while it is read
-_DELETED = b" (deleted)"
 
 
 class Reason(StrEnum):
@@ -77,15 +81,6 @@ class RefusedError(Exception):
         self.refusal = Refusal(reason, detail)
 
 
-class Mapping(NamedTuple):
-    """A line of /proc/PID/maps, of executable memory."""
-
-    start: int
-    end: int
-    offset: int
-    inode: int
-
-
 class Interpreters:
     """Finds interpreters; remembers what it has seen in which file."""
 
@@ -107,7 +102,7 @@ class Interpreters:
         except PermissionError:
             return Refusal(Reason.NOT_PERMITTED, "its memory may not be read by this user")
         except (FileNotFoundError, ProcessLookupError):
-            if tid is None and (other := _another_thread(f"{proc}/{pid}/task", pid)):
+            if tid is None and (other := another_thread(f"{proc}/{pid}/task", pid)):
                 return self.find(pid, other, proc)
             return _without_memory(task)
         except OSError as error:
@@ -118,8 +113,7 @@ class Interpreters:
         # meanwhile, then what is read through it is nothing, not something wrong.
         memory = os.open(f"{task}/mem", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with open(f"{task}/maps", "rb", buffering=0) as file:
-                maps = _read_all(file.fileno())
+            maps = read_maps(task)
             if not maps:  # of a kernel's thread, and of one that has ended
                 raise ProcessLookupError
             program = os.fsencode(Path(f"{task}/exe").readlink())
@@ -133,7 +127,7 @@ class Interpreters:
         """The interpreter among the mapped files that may hold one."""
         refusal = RefusedError(Reason.NOT_PYTHON, f"{shown(program)} is not Python")
         for path, mappings in files.items():
-            file = _open_program(task) if path == program else _open_mapped(task, process, path, mappings[0])
+            file = open_program(task) if path == program else open_mapped(task, process, path, mappings[0])
             if file is None:
                 continue
             try:
@@ -150,7 +144,7 @@ class Interpreters:
             elif build.layout:
                 runtime = build.runtime + bias(build.segments, mappings)
                 self._try(key, build.layout, build.version, memory, runtime)
-                path = _living_name(task, path)
+                path = living_name(task, path)
                 minor, free_threaded = build.layout.minor, bool(build.layout.free_threaded)
                 return Interpreter(build.version, minor, free_threaded, runtime, build.layout, shown(path))
             elif build.wants_python and refusal.refusal.reason is Reason.NOT_PYTHON:
@@ -191,18 +185,17 @@ def parse_maps(text: bytes, program: bytes) -> dict[bytes, list[Mapping]]:
         its_own = line.endswith(ending)
         if not its_own and (b"python" not in name or b".cpython-" in name):
             continue
-        match = _MAPS_LINE.fullmatch(line)
-        if match is None or count >= _MOST_MAPPINGS:
+        found = parse_line(line)
+        if found is None or count >= _MOST_MAPPINGS:
             continue
         count += 1
-        start, end, offset, inode, path = match.groups()
+        mapping, _, path = found
         if path == ending[1:]:
             path = program
         elif its_own:
             continue  # the end of a longer name
         else:
             path = path.replace(b"\\012", b"\n")
-        mapping = Mapping(int(start, 16), int(end, 16), int(offset, 16), int(inode))
         files.setdefault(path, []).append(mapping)
 
     def rank(path: bytes) -> int:
@@ -210,11 +203,6 @@ def parse_maps(text: bytes, program: bytes) -> dict[bytes, list[Mapping]]:
         return 0 if path == program else 1 if path.rpartition(b"/")[2].startswith(b"libpython") else 2
 
     return {path: files[path] for path in sorted(files, key=rank)[:_MOST_CANDIDATES]}
-
-
-_MAPS_LINE = re.compile(
-    rb"([0-9a-f]{1,16})-([0-9a-f]{1,16}) ..x. ([0-9a-f]{1,16}) [0-9a-f]+:[0-9a-f]+ ([0-9]{1,20}) +(/.*)"
-)
 
 
 def bias(segments: tuple[Segment, ...], mappings: list[Mapping]) -> int:
@@ -225,41 +213,6 @@ def bias(segments: tuple[Segment, ...], mappings: list[Mapping]) -> int:
             if segment.executable and 0 <= into < mapping.end - mapping.start:
                 return mapping.start + into - segment.address
     raise RefusedError(Reason.UNREADABLE, "its interpreter is mapped in an unusual way")
-
-
-def _open_program(task: str) -> int | None:
-    return os.open(f"{task}/exe", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _open_mapped(task: str, process: str, path: bytes, mapping: Mapping) -> int | None:
-    """A mapped file, deleted or not; None if there is no way to it."""
-    # Without CAP_SYS_ADMIN, or if the mapping has just changed, only the name is left.
-    with contextlib.suppress(OSError):
-        link = f"{process}/map_files/{mapping.start:x}-{mapping.end:x}"
-        return os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    for name in _names(task, path):
-        with contextlib.suppress(OSError):
-            # By now another file may have the name, even one whose opening waits for somebody.
-            found = os.open(name, os.O_PATH | os.O_CLOEXEC)
-            try:
-                status = os.fstat(found)
-                if stat.S_ISREG(status.st_mode) and status.st_ino == mapping.inode:
-                    return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
-            finally:
-                os.close(found)
-    return None
-
-
-def _names(task: str, path: bytes) -> tuple[bytes, bytes]:
-    """Where a file that /proc calls `path` may be: in the process's mount namespace, or in ours if it can."""
-    return os.fsencode(f"{task}/root") + path, path
-
-
-def _living_name(task: str, path: bytes) -> bytes:
-    """The file's name, without the mark that the kernel gives to those that are deleted."""
-    if path.endswith(_DELETED) and not any(map(os.path.lexists, _names(task, path))):
-        return path.removesuffix(_DELETED)
-    return path
 
 
 # ---- processes
@@ -338,21 +291,6 @@ def _read(memory: int, address: int, size: int) -> bytes:
     if len(data) < size:
         raise OSError("at the end of a mapping")
     return data
-
-
-def _read_all(file: int) -> bytes:
-    """A file of /proc, which gives a page or so at a time."""
-    data = bytearray()
-    while len(data) < _MAPS_SIZE and (part := os.read(file, 1 << 20)):
-        data += part
-    return bytes(data)
-
-
-def _another_thread(folder: str, but: int) -> int | None:
-    """A thread that has memory, other than `but`."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return next((int(entry.name) for entry in entries if int(entry.name) != but), None)
-    return None
 
 
 def _without_memory(task: str) -> Refusal:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -12,11 +15,18 @@ from typing import Any
 import expanse_ebpf
 from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
-from expanse_ebpf.wire.collector_pb2 import Downstream, Hello, NodeIdentity, Report, Upstream
+from expanse_ebpf.wire.collector_pb2 import Downstream, Hello, NodeIdentity, Report, TraceRequest, Upstream
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.5, 10.0, 1.6
 # A controller that takes reports and stores none for so long is named in `state`.
 STALLED_S = 15.0
+# Commands that wait to be taken; one past them is not heard, and the controller says that no answer came.
+MAX_COMMANDS = 32
+# A command that is sent again, because the controller cannot know that it has arrived, is known by its id.
+_REMEMBERED = 256
+_WINDOW = re.compile(r"[0-9a-f]{16}")
+
+_log = logging.getLogger(__name__)
 
 
 class ControllerStream:
@@ -25,6 +35,9 @@ class ControllerStream:
     After a cut everything that is not acknowledged is sent again; the controller stores each report
     once. `address` is HOST:PORT, `max_unsent` the number of reports held: over it the oldest is
     dropped and counted. `ping_s` is the keepalive interval in seconds.
+
+    What the controller asks for comes down the same stream: `commands_fd` is readable while there is
+    something to take by `take_commands`.
     """
 
     def __init__(
@@ -49,6 +62,24 @@ class ControllerStream:
         self._state = f"controller {address}: not connected yet"
         self._progress = time.monotonic()  # when a report was last acknowledged, or none was waiting
         self._thread: threading.Thread | None = None
+        self._commands: deque[TraceRequest] = deque()
+        self._commanded: deque[str] = deque(maxlen=_REMEMBERED)  # ids of windows
+        self._commands_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._told = False  # of commands that nobody understands
+
+    @property
+    def commands_fd(self) -> int:
+        """For a selector: readable while commands are waiting. Closed by `stop`."""
+        return self._commands_fd
+
+    def take_commands(self) -> list[TraceRequest]:
+        """The windows that the controller wants opened, each once, in the order in which they came."""
+        with self._changed:
+            taken = list(self._commands)
+            self._commands.clear()
+            if taken and self._commands_fd >= 0:
+                os.eventfd_read(self._commands_fd)
+        return taken
 
     @property
     def unsent(self) -> int:
@@ -108,9 +139,14 @@ class ControllerStream:
         if self._thread is not None:
             self._thread.join(5.0)
             self._thread = None
+        with self._changed:
+            if self._commands_fd >= 0:
+                os.close(self._commands_fd)
+                self._commands_fd = -1
 
     def _run(self) -> None:
         grpc = transport.import_grpc()
+        transport.wait_without_polling(grpc)
         # One channel for all attempts: it remembers that a server wanted fewer pings.
         channel = grpc.insecure_channel(
             self.address, options=transport.client_options(self._ping_s), compression=grpc.Compression.Gzip
@@ -132,20 +168,11 @@ class ControllerStream:
     def _stream(self, grpc: Any, open_stream: Any) -> bool:
         """One stream, from the call to its end; whether anything was acknowledged on it."""
         acknowledged = False
-        ended = threading.Event()
         with self._changed:
             if self._stopping:
                 return False
             self._attempt += 1
             self._call = call = open_stream(self._requests(self._attempt))
-
-        def end() -> None:
-            with self._changed:
-                ended.set()
-                self._changed.notify_all()
-
-        if not call.add_callback(end):
-            ended.set()
         try:
             call.initial_metadata()
             if call.is_active():  # a call that has failed has no metadata either
@@ -153,11 +180,19 @@ class ControllerStream:
                     self._connected = True
                     self._progress = time.monotonic()
                     self._state = f"connected to controller {self.address}"
-            while True:
-                self._wait_until_owed(ended)
-                self._acknowledge(next(call).acknowledgement.sequence)
-                acknowledged = True
-        except StopIteration:
+            for message in call:
+                kind = message.WhichOneof("message")
+                if kind == "acknowledgement":
+                    self._acknowledge(message.acknowledgement.sequence)
+                    acknowledged = True
+                elif kind == "trace" and _WINDOW.fullmatch(message.trace.id):
+                    self._take(message.trace)
+                elif not self._told:
+                    self._told = True
+                    _log.warning(
+                        "controller %s asks for something that this release does not know; it is left out",
+                        self.address,
+                    )
             reason = "it ended the stream"
         except grpc.RpcError as error:
             reason = cause(error.code().name, error.details() or "")
@@ -173,15 +208,6 @@ class ControllerStream:
             self._state = f"controller {self.address} {verb}: {reason}"
             self._changed.notify_all()
         return acknowledged
-
-    def _wait_until_owed(self, ended: threading.Event) -> None:
-        """Wait until the controller owes an acknowledgement, or has ended the stream.
-
-        gRPC's own wait for the next message wakes ten times a second, which would cost an idle agent
-        more than its reports do.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._reports or ended.is_set())
 
     def _requests(self, attempt: int) -> Iterator[bytes]:
         """What goes up on one stream; gRPC takes the next message when the last has left."""
@@ -210,3 +236,19 @@ class ControllerStream:
                 self._reports.popleft()
                 self._taken += 1
             self._changed.notify_all()
+
+    def _take(self, command: TraceRequest) -> None:
+        with self._changed:
+            if command.id in self._commanded or self._commands_fd < 0:
+                return
+            if len(self._commands) >= MAX_COMMANDS:
+                _log.warning(
+                    "controller %s asks for more than %d windows at once; %s is not opened",
+                    self.address,
+                    MAX_COMMANDS,
+                    command.id,
+                )
+                return
+            self._commanded.append(command.id)
+            self._commands.append(command)
+            os.eventfd_write(self._commands_fd, 1)

@@ -13,8 +13,15 @@ from expanse_ebpf.wire.collector_pb2 import (
     NodeSnapshot,
     ProfileReply,
     ProfileRequest,
+    RulesReply,
+    RulesRequest,
     SnapshotReply,
     SnapshotRequest,
+    StoredTrace,
+    TraceReply,
+    TraceRequest,
+    TracesReply,
+    TracesRequest,
 )
 
 CONNECT_S = 3.0
@@ -84,7 +91,6 @@ def fetch_profile(
     controller at `address` (HOST:PORT) cannot be reached or will not merge as much, NotStoredError when
     it knows no such job.
     """
-    grpc = transport.import_grpc()
     with _channel(address) as channel:
         _snapshot(channel, _NOBODY, CONNECT_S)  # whether it is there is told soon
         ask = channel.unary_unary(
@@ -93,13 +99,90 @@ def fetch_profile(
             response_deserializer=ProfileReply.FromString,
         )
         request = ProfileRequest(key=key, run=run, node=node, from_ns=from_ns, to_ns=to_ns)
-        try:
+        with _refusals(address):
             reply: ProfileReply = ask(request, timeout=timeout)
+        return reply
+
+
+def trace(address: str, request: TraceRequest, timeout: float = CONNECT_S) -> Iterator[TraceReply]:
+    """Open a window on the nodes of the job `request.key`: their statuses as they come, then their parts.
+
+    The controller makes the id and the start. An answer without a node says that no window is opened, and
+    why. Closing the iterator does not end the window. Raises UnavailableError when the controller cannot be
+    reached within `timeout` seconds, does not take the request, or is lost later.
+    """
+    grpc = transport.import_grpc()
+    with _channel(address) as channel:
+        _snapshot(channel, _NOBODY, timeout)  # a stream has no deadline
+        ask = channel.unary_stream(
+            transport.TRACE,
+            request_serializer=TraceRequest.SerializeToString,
+            response_deserializer=TraceReply.FromString,
+        )
+        call, window = ask(request), ""
+        try:
+            with _refusals(address):
+                for reply in call:
+                    window = window or reply.status.id
+                    yield reply
         except grpc.RpcError as error:
-            if error.code().name in _REFUSALS:
-                kind = NotStoredError if error.code().name == "NOT_FOUND" else UnavailableError
-                raise kind(f"controller {address}: {error.details()}") from None
-            raise
+            if not window:
+                raise
+            reason = cause(error.code().name, error.details() or "")
+            raise UnavailableError(
+                f"controller {address} is lost: {reason}; the nodes go on with window {window}, and it is "
+                "stored once the controller runs again"
+            ) from None
+        finally:
+            call.cancel()
+
+
+def traces(
+    address: str, key: str = "", window: str = "", limit: int = 0, timeout: float = CONNECT_S
+) -> list[StoredTrace]:
+    """Windows that are stored, the newest first: of the job `key` or of all, or the nodes of one `window`.
+
+    `limit` 0 is the controller's own. Raises UnavailableError.
+    """
+    with _channel(address) as channel, _refusals(address):
+        ask = channel.unary_unary(
+            transport.TRACES,
+            request_serializer=TracesRequest.SerializeToString,
+            response_deserializer=TracesReply.FromString,
+        )
+        return list(ask(TracesRequest(key=key, id=window, limit=limit), timeout=timeout).traces)
+
+
+def stored_traces(address: str, window: str, timeout: float = CONNECT_S) -> Iterator[TraceReply]:
+    """What is stored of a window, node by node: the status, then the parts where there is a trace.
+
+    Raises UnavailableError when the controller cannot be reached within `timeout` seconds or is lost,
+    NotStoredError when it knows no such window.
+    """
+    with _channel(address) as channel:
+        _snapshot(channel, _NOBODY, timeout)
+        ask = channel.unary_stream(
+            transport.STORED_TRACES,
+            request_serializer=TracesRequest.SerializeToString,
+            response_deserializer=TraceReply.FromString,
+        )
+        call = ask(TracesRequest(id=window))
+        try:
+            with _refusals(address):
+                yield from call
+        finally:
+            call.cancel()
+
+
+def rules(address: str, timeout: float = CONNECT_S) -> RulesReply:
+    """How the controller's rules stand with each job. Raises UnavailableError."""
+    with _channel(address) as channel:
+        ask = channel.unary_unary(
+            transport.RULES,
+            request_serializer=RulesRequest.SerializeToString,
+            response_deserializer=RulesReply.FromString,
+        )
+        reply: RulesReply = ask(RulesRequest(), timeout=timeout)
         return reply
 
 
@@ -116,6 +199,19 @@ def _unknown(address: str, node: str) -> str:
     return (
         f"controller {address} has no report from node {node!r}; check its name, or that its agent ships here"
     )
+
+
+@contextmanager
+def _refusals(address: str) -> Iterator[None]:
+    """Turns what the controller says of the question itself into an error of its own."""
+    grpc = transport.import_grpc()
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code().name in _REFUSALS:
+            kind = NotStoredError if error.code().name == "NOT_FOUND" else UnavailableError
+            raise kind(f"controller {address}: {error.details()}") from None
+        raise
 
 
 @contextmanager

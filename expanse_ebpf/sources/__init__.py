@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from expanse_ebpf.config import Config
     from expanse_ebpf.jobs.job import Job
     from expanse_ebpf.kernel.lifecycle import Lifecycle
-    from expanse_ebpf.wire.collector_pb2 import JobSample, Report
+    from expanse_ebpf.wire.collector_pb2 import JobSample, NodeIdentity, Report
 
 # In the order in which they are sampled. Each module has `create(context) -> Source`.
 REGISTRY = {
@@ -27,6 +27,7 @@ REGISTRY = {
     "network": "expanse_ebpf.sources.network",
     "delays": "expanse_ebpf.sources.delays",
     "gpu": "expanse_ebpf.sources.gpu",
+    "traces": "expanse_ebpf.sources.traces",
 }
 
 
@@ -40,6 +41,7 @@ class Context:
     overflow: list[Job] = field(default_factory=list)  # jobs past `agent.max_jobs` in this tick
     # Whether a large message in the next report will soon be with the controller, not wait in memory.
     ships: Callable[[], bool] = lambda: False
+    node: NodeIdentity | None = None  # this one
 
 
 class Source(Protocol):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from expanse_ebpf.kernel.libbpf import Program
     from expanse_ebpf.python_stacks.sampler import Count, Sampler
     from expanse_ebpf.sources import Context
+    from expanse_ebpf.sources.data_loaders import DataLoaders
     from expanse_ebpf.sources.python_watch import ProfileWatch
     from expanse_ebpf.sources.stack_counts import StackCounts
     from expanse_ebpf.wire.collector_pb2 import JobSample, Report, WatchProfileRequest
@@ -83,7 +84,9 @@ class _JobStacks:
 
     __slots__ = (
         "_keeps",
+        "_loaders",
         "fresh",
+        "loading_ns",
         "lost",
         "running",
         "samples",
@@ -94,9 +97,12 @@ class _JobStacks:
         "worth",
     )
 
-    def __init__(self, now: float, keeps: bool) -> None:
+    def __init__(self, now: float, keeps: bool, loaders: DataLoaders | None) -> None:
+        """`loaders`: whose time is added up; None: it is not known, for threads that wait are not seen."""
         from expanse_ebpf.sources.stack_counts import RecentLines
 
+        self._loaders = loaders
+        self.loading_ns: int | None = None  # not known before there is any stack
         self.fresh: list[Count] = []  # since the last tick
         self.samples = 0
         self.lost = 0
@@ -119,6 +125,9 @@ class _JobStacks:
         self.span.most = most
         for count in self.fresh:
             stack = count.stack
+            if stack.frames and self._loaders is not None:
+                loads = self._loaders.hold(stack.frames)
+                self.loading_ns = (self.loading_ns or 0) + (count.ns if loads else 0)
             if not stack.waiting:
                 self.samples += count.samples
                 if stack.unresolved == "lost":
@@ -140,6 +149,8 @@ class _JobStacks:
 
         python = sample.python
         python.samples, python.lost = self.samples, self.lost
+        if self.loading_ns is not None:
+            python.loading_ns = self.loading_ns
         for reason, number in self.unresolved.items():
             python.unresolved[reason] = number
         if self.unresolved and self.samples == sum(self.unresolved.values()) + self.lost:
@@ -224,6 +235,7 @@ class PythonSource:
         self._stacks: dict[Job, _JobStacks] = {}  # those that the configuration wants
         self._unclaimed: list[Count] = []  # of slots that are no known job's, or not yet
         self._watches: list[ProfileWatch] = []
+        self._loaders: DataLoaders | None = None
         self._before = 0.0  # monotonic time of the last sample
         self._minute = 0
         self._outgoing: deque[_Outgoing] = deque()
@@ -235,6 +247,7 @@ class PythonSource:
         if self._lifecycle is None:
             raise UnavailableError(self._why_no_bpf)
         from expanse_ebpf.python_stacks.sampler import Sampler
+        from expanse_ebpf.sources.data_loaders import DataLoaders
 
         self._sampler = Sampler(
             rate_hz=self._config.rate_hz, waits_hz=self._config.waits_hz, lifecycle=self._lifecycle
@@ -244,6 +257,7 @@ class PythonSource:
         self.fd = self._sampler.fd
         waits = self._config.waits_hz and "waiting" not in self.unavailable
         self.period_s = 1 / self._config.waits_hz if waits else 0.0
+        self._loaders = DataLoaders() if waits else None
         self._before = time.monotonic()
         self._choose(list(self._stacks))
 
@@ -309,7 +323,7 @@ class PythonSource:
             if reason:
                 reasons[job] = reason
             elif job not in self._stacks:
-                self._stacks[job] = _JobStacks(self._before, self._keeps)
+                self._stacks[job] = _JobStacks(self._before, self._keeps, self._loaders)
             wanted = not reason or any(watch.wants(job) for watch in self._watches)
             if wanted:
                 self._by_slot[job.slot] = job

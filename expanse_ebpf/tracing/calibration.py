@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import platform
+from typing import TYPE_CHECKING, NamedTuple
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.tracing.probe_target import ProbeTarget
 
 if TYPE_CHECKING:
-    from expanse_ebpf.kernel.gpu_calls import GpuCalls
+    from expanse_ebpf.kernel.gpu_calls import GpuCalls, Thread
 
 _CALLS = 2000  # that are measured: 2 ms where a hit takes 1 us
 
 
-def trap_ns(calls: GpuCalls) -> float:
-    """Nanoseconds of a hit, of the dearer kind: where the kernel must step over the first instruction.
+class Price(NamedTuple):
+    """What a hit costs, in nanoseconds, by what the kernel does about the instruction that is probed."""
 
-    Raises UnavailableError where it cannot be measured, or where probes do not work.
+    emulated: float
+    stepped: float  # it is executed elsewhere, and traps once more behind it
+
+    def of(self, thread: Thread) -> float:
+        """All that the thread has paid, in nanoseconds."""
+        traps = thread.stepped * self.stepped + (thread.hits - thread.stepped) * self.emulated
+        return traps + thread.program_ns
+
+
+def is_stepped(code: bytes) -> bool:
+    """Whether Linux must step over the instruction with which `code` begins; if in doubt, yes.
+
+    On x86-64 it emulates pushes of registers, nops, relative jumps and calls (arch/x86/kernel/uprobes.c), on
+    arm64 nothing that functions begin with.
     """
+    if platform.machine() != "x86_64" or len(code) < 2:
+        return True
+    first, second = code[0], code[1]
+    push = 0x50 <= first <= 0x57 or (first == 0x41 and 0x50 <= second <= 0x57)
+    return not (push or first in (0x90, 0xE8, 0xE9, 0xEB))
+
+
+def price(calls: GpuCalls) -> Price:
+    """What hits cost here and now. Raises UnavailableError where probes do not work."""
     cookie = calls.add_calibration()
-    dearest = 0.0
+    costs = []
     for single_step in (False, True):
         with ProbeTarget(single_step=single_step) as target:
             without = target.measure(_CALLS)
@@ -31,9 +54,9 @@ def trap_ns(calls: GpuCalls) -> float:
                         f"a probe on a function of this process's own is refused: {reason}"
                     )
                 before = calls.window.calibration_hits
-                dearest = max(dearest, target.measure(_CALLS) - without)
+                costs.append(max(0.0, target.measure(_CALLS) - without))
                 if calls.window.calibration_hits - before < _CALLS // 2:
                     raise UnavailableError("a probe on a function of this process's own is not hit")
             finally:
                 calls.detach()
-    return dearest
+    return Price(*costs)

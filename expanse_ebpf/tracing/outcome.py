@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from expanse_ebpf.kernel.gpu_calls import GpuCalls, Thread, Total
     from expanse_ebpf.python_stacks.sampler import Sampler
+    from expanse_ebpf.tracing.calibration import Price
     from expanse_ebpf.tracing.kernel_names import KernelNames
     from expanse_ebpf.tracing.probes import WindowProbes
     from expanse_ebpf.tracing.recording import Recording
@@ -36,7 +37,7 @@ def fill(
     sampler: Sampler,
     *,
     slot: int,
-    trap_ns: float,
+    price: Price,
 ) -> None:
     """Write everything. To be called after the probes have been taken away."""
     trace.version = expanse_ebpf.__version__
@@ -63,23 +64,33 @@ def fill(
         trace.stacks_unresolved[reason] += count
     for reason, count in recording.unresolved.items():
         trace.stacks_unresolved[reason] += count
-    price = trace.price
-    price.trap_ns, price.method, price.points = trap_ns, calls.method, probes.most
-    price.hits = sum(thread.hits for thread in threads)
-    price.program_ns = sum(thread.program_ns for thread in threads)
-    price.attach_ms, price.detach_ms = probes.attach_ns / 1e6, probes.detach_ns / 1e6
+    paid = trace.price
+    paid.emulated_ns, paid.stepped_ns, paid.method, paid.points = *price, calls.method, probes.most
+    paid.hits = sum(thread.hits for thread in threads)
+    paid.stepped_hits = sum(thread.stepped for thread in threads)
+    paid.program_ns = sum(thread.program_ns for thread in threads)
+    if paid.hits:
+        paid.trap_ns = (sum(map(price.of, threads)) - paid.program_ns) / paid.hits
+    paid.attach_ms, paid.detach_ms = probes.attach_ns / 1e6, probes.detach_ns / 1e6
     trace.functions.extend(counted.function.symbol for counted in probes.counted)
-    indexes: dict[tuple[str, str, int], int] = {}
-    kernels = []
+    recording.fill(trace, base_ns, range(len(threads)), _kernels(trace, recording, names))
+
+
+def _kernels(trace: Trace, recording: Recording, names: KernelNames) -> list[int]:
+    """Write the kernels; the index that each of the recording's has there."""
+    indexes: dict[object, int] = {}
+    found = []
     for kernel in recording.kernels:
-        found = names.name(kernel)
-        # One that is known by its name is the same in all processes.
-        key = (found.name, found.module, 0 if found.name else found.address)
+        known = names.name(kernel.pid, kernel.address, kernel.how == "handle")
+        # A file's kernel is the same in all processes.
+        key = known.key if known.name or known.module else kernel
         if key not in indexes:
             indexes[key] = len(indexes)
-            trace.kernels.append(found)
-        kernels.append(indexes[key])
-    recording.fill(trace, base_ns, range(len(threads)), kernels)
+            # The address is in the function that launches it, which bears its name: see Recording.
+            reason = "" if kernel.how == "caller" and known.name else known.reason
+            trace.kernels.add(name=known.name, module=known.module, address=kernel.address, reason=reason)
+        found.append(indexes[key])
+    return found
 
 
 def _processes(

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.kernel.gpu_calls import KINDS
+from expanse_ebpf.tracing.calibration import is_stepped
 from expanse_ebpf.tracing.sites import Sites
 
 if TYPE_CHECKING:
     from expanse_ebpf.kernel.gpu_calls import GpuCalls
     from expanse_ebpf.tracing.functions import Function
+    from expanse_ebpf.tracing.points import Point
     from expanse_ebpf.tracing.targets import File
 
 
@@ -49,7 +51,7 @@ class WindowProbes:
             places = []
             for point in file.points:
                 try:
-                    places.append((point.offset, self._cookie(point.function, point.below, point.above)))
+                    places.append((point.offset, self._cookie(point, _stepped(file, point))))
                 except UnavailableError as error:
                     self.refused.setdefault(file.path, {})[point.function.symbol] = str(error)
             self._files.append((file, places))
@@ -58,14 +60,16 @@ class WindowProbes:
                 self._put(file, places)
                 self.attach_ns += time.monotonic_ns() - began
 
-    def _cookie(self, function: Function, below: int, above: int) -> int:
+    def _cookie(self, point: Point, stepped: bool) -> int:
+        function = point.function
         index = self._index.get(function.symbol)
         if index is None:
             kinds = KINDS if function.kind_arg >= 0 else 1
             total = self._calls.add_total(kinds)
             index = self._index[function.symbol] = len(self.counted)
             self.counted.append(Counted(function, total, kinds))
-        cookie = self._calls.add_point(function, self.counted[index].total, below, above)
+        total = self.counted[index].total
+        cookie = self._calls.add_point(function, total, point.below, point.above, stepped=stepped)
         if not self.function_of:
             self._first = cookie
         self.function_of.append(index)
@@ -114,3 +118,12 @@ class WindowProbes:
         """Take all away for good."""
         self.detach()
         self.sites.close()
+
+
+def _stepped(file: File, point: Point) -> bool:
+    try:
+        with open(file.attach_path, "rb", buffering=0) as code:
+            code.seek(point.offset)
+            return is_stepped(code.read(2))
+    except OSError:
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from expanse_ebpf.kernel.gpu_calls import Call, End
@@ -22,7 +22,9 @@ class Kernel(NamedTuple):
 
     pid: int
     address: int
-    how: str  # stub | handle | caller: how the address leads to a name
+    # How the address leads to a name: that of the kernel's host stub; the handle that the driver gave; or,
+    # where the runtime's own handle says nothing, a place in the host stub, which calls __cudaLaunchKernel.
+    how: str  # stub | handle | caller
 
 
 class Recording:
@@ -89,7 +91,7 @@ class Recording:
             self._duration[event] = end.duration_ns + 1
 
     def stack_index(self, row: int, find: Callable[[int], tuple[Stack, bool]]) -> int:
-        """The index, plus 1, of the stack in a row of the kernel side; 0, and counted why, when it has none."""
+        """The index, plus 1, of the stack in that row of the kernel side; 0, and counted why, without one."""
         known = self._by_row.get(row)
         if known is not None:
             return known
@@ -152,9 +154,3 @@ class Recording:
 
 def _short(text: str) -> str:
     return clean(text, _LONGEST_TEXT)
-
-
-def unresolved(pairs: Iterable[tuple[str, int]], trace: Trace) -> None:
-    """Add to the counts of launches without a stack."""
-    for reason, count in pairs:
-        trace.stacks_unresolved[reason] += count

@@ -15,6 +15,8 @@ import struct
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from typing import IO
 
 from google.protobuf.message import DecodeError
@@ -48,10 +50,14 @@ from expanse_ebpf.wire.collector_pb2 import (
 
 PART_BYTES = 512 << 10
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_NICE = -15  # it rests most of the time, and must be there at once when the probes are to come off
 _NAME = b"expanse-trace"  # in ps and top
 _LENGTH = struct.Struct(">I")
 _MOST_QUESTION = 1 << 20
-_SCAN_S, _STATUS_S, _NAMES_S, _DRAIN_S = 0.5, 0.5, 1.0, 1.0
+_RECORDS_S, _SCAN_S, _STATUS_S, _NAMES_S, _DRAIN_S = 0.02, 0.5, 0.5, 1.0, 1.0
+_REST = 3  # times as long as a step took, before the same one is taken again
+_MOST_RECORDS = 2000  # at once: some 10 ms, in which the budget is not looked at
+_LOOK_UP_S = 5.0  # that are waited for the last names
 _PROMISING_S = 5.0  # a window that has found nothing to probe by then is over
 _STOPS_PER_POINT_S = 20e-6  # what putting one probe in place and taking it away costs a thread, at the most
 _NO_KERNEL = frozenset(("sync", "copy", "set", "alloc", "free", "collective", "graph"))
@@ -79,14 +85,21 @@ class Window:
         self._sampler.select_slots(False, {settings.slot: True})
         self._calls = GpuCalls(self._record, self._sampler.stacks, configuration)
         self._calls.window.stacks = settings.stacks
-        self._trap_ns = calibration.trap_ns(self._calls)
+        self._price = calibration.price(self._calls)
         self._probes = WindowProbes(self._calls)
         self._targets = Targets()
         self._names = KernelNames()
         self._recording = Recording(settings.max_events)
         self._budget = CostBudget(settings.cost_share, settings.over_cost, settings.seconds)
         self._prepared: set[int] = set()
-        self._due = {"scan": 0.0, "status": 0.0, "names": 0.0, "drain": 0.0}
+        self._steps: dict[str, tuple[float, Callable[[], object]]] = {
+            "records": (_RECORDS_S, self._consume),
+            "scan": (_SCAN_S, self._scan),
+            "status": (_STATUS_S, self._say),
+            "names": (_NAMES_S, self._names.resolve),
+            "drain": (_DRAIN_S, self._drain),
+        }
+        self._due = dict.fromkeys(self._steps, 0.0)
         self._poll = select.poll()
         for fd in (0, self._calls.fd, self._sampler.fd):
             self._poll.register(fd, select.POLLIN)
@@ -98,8 +111,8 @@ class Window:
         self._say()
         self._scan()
         while self._until_start() > 0 and not self._stopping:
-            self._listen(min(self._until_start(), 0.1))
-            self._now_and_then()
+            self._listen(min(self._until_start(), self._next_due()))
+            self._do_what_is_due()
         if not self._pids:
             self._end(TRACE_STATE_NO_TARGETS, "the job has no process here")
             return
@@ -108,11 +121,12 @@ class Window:
         began = time.monotonic()
         while self._step(time.monotonic() - began):
             self._listen(min(self._budget.wait_s, self._next_due()))
-            self._now_and_then()
+            self._do_what_is_due()
         self._probes.detach()
         self._status.to_ns = time.time_ns()
-        self._consume()
-        self._names.finish()
+        while self._consume():
+            pass  # no more come in
+        self._names.finish(_LOOK_UP_S)
         if not self._probes.counted:
             self._end(TRACE_STATE_NO_PROBE_POINT, outcome.why_no_probe_point(self._targets))
         elif self._budget.cut:
@@ -142,23 +156,21 @@ class Window:
     def _costs(self) -> tuple[float, float]:
         """Seconds that the thread has paid that paid most, and those of other jobs together."""
         threads = self._calls.threads()
-        worst = max((t.hits * self._trap_ns + t.program_ns for t in threads), default=0.0)
-        return worst / 1e9, self._calls.window.foreign_hits * self._trap_ns / 1e9
+        worst = max(map(self._price.of, threads), default=0.0)
+        return worst / 1e9, self._calls.window.foreign_hits * max(self._price) / 1e9
 
     # ---- between events
 
-    def _now_and_then(self) -> None:
-        self._consume()
-        now = time.monotonic()
-        for what, every, step in (
-            ("scan", _SCAN_S, self._scan),
-            ("names", _NAMES_S, self._names.resolve),
-            ("drain", _DRAIN_S, self._drain),
-            ("status", _STATUS_S, self._say),
-        ):
-            if now >= self._due[what]:
-                self._due[what] = now + every
-                step()
+    def _do_what_is_due(self) -> None:
+        """One thing, that which is due the longest: before the next one the budget is looked at."""
+        what = min(self._due, key=self._due.__getitem__)
+        began = time.monotonic()
+        if self._due[what] > began:
+            return
+        every, step = self._steps[what]
+        step()
+        # What takes its time must not take all of it.
+        self._due[what] = max(began + every, time.monotonic() + _REST * (time.monotonic() - began))
 
     def _next_due(self) -> float:
         return max(0.0, min(self._due.values()) - time.monotonic())
@@ -183,6 +195,8 @@ class Window:
         for fd, _ in self._poll.poll(max(0.0, seconds) * 1000):
             if fd == 0:
                 self._hear()
+            else:
+                self._due["records"] = 0.0
 
     def _hear(self) -> None:
         data = os.read(0, 1 << 16)
@@ -206,9 +220,11 @@ class Window:
 
     # ---- what the kernel side says
 
-    def _consume(self) -> None:
-        self._calls.consume()
+    def _consume(self) -> bool:
+        """Take in what has come, some of it; whether there may be more."""
+        taken = self._calls.consume(_MOST_RECORDS)
         self._sampler.consume()
+        return taken == _MOST_RECORDS
 
     def _record(self, record: Record) -> None:
         if isinstance(record, Call):
@@ -218,7 +234,7 @@ class Window:
         elif isinstance(record, Site):
             self._probes.sites.add(record.pid, record.address, attach=self._probes.in_place)
         elif isinstance(record, Loaded):
-            self._names.note_handle(record.pid, record.handle, record.name)
+            self._names.note_handle(record.pid, record.handle, os.fsdecode(record.name))
 
     def _call(self, call: Call) -> None:
         index, function = self._probes.function(call.point)
@@ -261,7 +277,7 @@ class Window:
         trace.stacks = self._settings.stacks
         outcome.fill(
             trace, self._calls, self._probes, self._targets, self._recording, self._names, self._sampler,
-            slot=self._settings.slot, trap_ns=self._trap_ns, 
+            slot=self._settings.slot, price=self._price,
         )  # fmt: skip
         data = zlib.compress(trace.SerializeToString(), 6)
         parts = max(1, -(-len(data) // PART_BYTES))
@@ -289,6 +305,8 @@ def main(arguments: list[str]) -> int:
     # If the agent has gone already, its end of stdin is closed, which ends the window too.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(_PR_SET_NAME, _NAME)
+    with suppress(OSError):
+        os.nice(_NICE)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     settings = WindowSettings.loads(arguments[0])
     out = sys.stdout.buffer

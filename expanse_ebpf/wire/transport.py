@@ -15,6 +15,10 @@ WATCH = f"/{QUERY}/Watch"
 JOBS = f"/{QUERY}/Jobs"
 SERIES = f"/{QUERY}/Series"
 PROFILE = f"/{QUERY}/Profile"
+TRACE = f"/{QUERY}/Trace"
+TRACES = f"/{QUERY}/Traces"
+STORED_TRACES = f"/{QUERY}/StoredTraces"
+RULES = f"/{QUERY}/Rules"
 
 # gRPC's own limit on a received message is 4 MiB; what is larger cuts the stream, so it is never sent.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 - 1024
@@ -25,12 +29,18 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024 - 1024
 MAX_PROFILE_BYTES = 1 << 20
 MAX_PROFILE_PLAIN_BYTES = 4 << 20
 
+# Of a trace: a part's bytes, and how many parts a node's trace of one window may have.
+MAX_TRACE_PART_BYTES = 512 * 1024
+MAX_TRACE_PARTS = 512
+
 # A server cuts the link of a client that pings more often than the server allows, so the client's
 # interval stays well above the server's minimum, and both allow pings while no call is open.
 CLIENT_PING_S = 30.0
 SERVER_MIN_PING_S = 10.0
 PING_ANSWER_S = 10.0
 _PERMIT_WITHOUT_CALLS = 1
+
+_LONGEST_WAIT_S = 60.0
 
 Options = tuple[tuple[str, int], ...]
 
@@ -66,3 +76,15 @@ def import_grpc() -> Any:
     import grpc
 
     return grpc
+
+
+def wait_without_polling(grpc: Any) -> None:
+    """Let threads of this process that wait for gRPC sleep until something comes.
+
+    They wake ten times a second so that a signal's handler in Python need not wait for them, which in a
+    thread that is not the main one serves nobody, and costs an idle agent more than its reports do. There
+    is no public setting; without this one gRPC goes on polling, and all else is the same.
+    """
+    common: Any = getattr(grpc, "_common", None)
+    if hasattr(common, "MAXIMUM_WAIT_TIMEOUT"):
+        common.MAXIMUM_WAIT_TIMEOUT = _LONGEST_WAIT_S

@@ -51,6 +51,7 @@ class Controller:
     """`expanse-controller serve` on a free port, or on the one that an earlier one had."""
 
     def __init__(self, db: Path, *arguments: str, port: int = 0) -> None:
+        self.db = db
         self.process = subprocess.Popen(
             [*COMMAND, "serve", "--listen", f"127.0.0.1:{port}", "--db", str(db), *arguments],
             stdout=subprocess.PIPE,

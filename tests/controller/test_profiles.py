@@ -578,7 +578,7 @@ class Context:
 
 def ask(store: Store, reader: Reader, **request: Any) -> ProfileReply:
     async def asked() -> bytes:
-        query = Query(store, reader, None)  # type: ignore[arg-type]
+        query = Query(store, reader, None, None, None)  # type: ignore[arg-type]
         return await query.profile(ProfileRequest(key="slurm/123", **request).SerializeToString(), Context())
 
     return ProfileReply.FromString(asyncio.run(asked()))

@@ -59,7 +59,7 @@ def test_what_a_gpu_did_before_the_job_held_it_is_not_the_jobs() -> None:
     result, missing = tick(account, [hold()], gpu(at=1002))
     assert (result.busy_ns, result.measured_ns, result.energy_mj) == (SECOND, 2 * SECOND, 200_000)
     assert (result.power_mw, result.memory_total_bytes) == (100_000, 80 << 30)
-    assert set(missing) == {"sm_active_ns", "profiled_ns"}
+    assert set(missing) == {"sm_active_ns", "profiled_ns", "throttled_ns"}
 
 
 def test_what_it_did_while_nobody_held_it_is_not_the_jobs_either() -> None:
@@ -200,3 +200,68 @@ def test_the_reason_for_no_activity_of_sms_is_the_true_one() -> None:
     assert "not its alone" in missing["sm_active_ns"]
     _, missing = tick(Account(), [hold()], gpu())
     assert "gpu.profiler" in missing["sm_active_ns"]
+
+
+# ---- throttling
+
+
+def throttled(uuid: str = "GPU-a", at: int = 1, **causes: float) -> GpuSample:
+    nanoseconds = {cause: int(seconds * SECOND) for cause, seconds in causes.items()}
+    return gpu(uuid, time_ns=at * SECOND, throttled_ns=nanoseconds)
+
+
+def test_throttling_counts_while_the_job_holds_the_gpus_and_is_added_up() -> None:
+    account, holds = Account(), [hold("GPU-a"), hold("GPU-b")]
+    result, missing = tick(
+        account, holds, throttled("GPU-a", 1, power=500), throttled("GPU-b", 1, thermal=70)
+    )
+    assert result.HasField("throttled_ns")
+    assert (result.throttled_ns, "throttled_ns" in missing) == (0, False)
+    result, _ = tick(account, holds, throttled("GPU-a", 3, power=501), throttled("GPU-b", 3, thermal=70.5))
+    assert result.throttled_ns == 1.5 * SECOND
+    result, _ = tick(
+        account, holds[:1], throttled("GPU-a", 4, power=502), throttled("GPU-b", 4, thermal=71.5)
+    )
+    assert result.throttled_ns == 2.5 * SECOND
+
+
+def test_of_causes_that_overlap_the_longest_counts_and_sync_boost_is_none() -> None:
+    account = Account()
+    tick(account, [hold()], throttled(at=1, power=1, board_limit=1, sync_boost=1, idle=1))
+    result, _ = tick(account, [hold()], throttled(at=3, power=2, board_limit=1.5, sync_boost=3, idle=3))
+    assert result.throttled_ns == SECOND
+
+
+def test_throttling_is_absent_with_a_reason_where_no_gpu_tells() -> None:
+    result, missing = tick(Account(), [hold()], gpu())
+    assert not result.HasField("throttled_ns")
+    assert "NVML" in missing["throttled_ns"]
+    result, missing = tick(Account(), [hold(), hold("GPU-b")], gpu(), throttled("GPU-b", power=1))
+    assert (result.HasField("throttled_ns"), "throttled_ns" in missing) == (True, False)
+    assert "throttled_ns" not in tick(Account(), [])[1]
+
+
+def test_a_silent_gpus_throttling_is_told_when_it_answers_again() -> None:
+    account = Account()
+    tick(account, [hold()], throttled(at=1, power=1))
+    result, missing = tick(account, [hold()])
+    assert (result.throttled_ns, "throttled_ns" in missing) == (0, False)
+    result, _ = tick(account, [hold()], throttled(at=3, power=2))
+    assert result.throttled_ns == SECOND
+
+
+def test_throttling_that_has_begun_anew_or_cannot_be_true_adds_nothing() -> None:
+    account = Account()
+    tick(account, [hold()], throttled(at=1, power=100))
+    assert tick(account, [hold()], throttled(at=2, power=3))[0].throttled_ns == 0
+    assert tick(account, [hold()], throttled(at=3, power=4))[0].throttled_ns == SECOND
+    assert tick(account, [hold()], throttled(at=4, power=4000))[0].throttled_ns == SECOND
+    assert tick(account, [hold()], throttled(at=5, power=4000, thermal=7))[0].throttled_ns == SECOND
+
+
+def test_instances_have_their_gpus_throttling_once() -> None:
+    account, holds = Account(), [hold("MIG-1"), hold("MIG-2")]
+    for at in (1, 2):
+        parts = instance("MIG-1", at), instance("MIG-2", at, gpu_instance=2)
+        result, _ = tick(account, holds, throttled(at=at, power=at), *parts)
+    assert result.throttled_ns == SECOND

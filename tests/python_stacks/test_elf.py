@@ -18,6 +18,7 @@ from elftools.elf.elffile import ELFFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from expanse_ebpf.python_stacks import elf as elf_module
 from expanse_ebpf.python_stacks.elf import Elf, ElfError, gnu_hash, sysv_hash
 
 SOURCE = """
@@ -144,6 +145,82 @@ def test_hashes_are_those_of_the_formats() -> None:
     assert sysv_hash(b"printf") == 0x077905A6
 
 
+# ---- many functions at once
+
+
+def true_functions(data: bytes, table: str) -> set[tuple[str, int]]:
+    section = ELFFile(io.BytesIO(data)).get_section_by_name(table)
+    return {
+        (symbol.name, symbol["st_value"])
+        for symbol in (section.iter_symbols() if section else [])
+        if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_shndx"] != "SHN_UNDEF"
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_are_found_all_at_once(kind: str, build: Callable[..., Path]) -> None:
+    data = build(*KINDS[kind]).read_bytes()
+    wanted = ["pre_answer", "main", "answer", "Constant", "swer", "not_there"]
+    exported = set(Elf(reader(data)).exported(wanted).items())
+    assert exported == {each for each in true_functions(data, ".dynsym") if each[0] in wanted}
+    listed = Elf(reader(data)).listed(wanted)
+    assert listed == {each for each in true_functions(data, ".symtab") if each[0] in wanted}
+    assert {name for name, _ in listed} == {"pre_answer", "main"}
+
+
+@pytest.mark.parametrize("path", system_files(), ids=lambda path: path.name)
+def test_exported_functions_are_those_that_pyelftools_sees(path: Path) -> None:
+    data = path.read_bytes()
+    truth: dict[str, set[int]] = {}
+    for name, value in true_functions(data, ".dynsym"):
+        truth.setdefault(name, set()).add(value)
+    chosen = random.Random(2).sample(sorted(truth), min(len(truth), 100))
+    found = Elf(reader(data)).exported([*chosen, "cudaLaunchKernel"])
+    assert set(found) == set(chosen)
+    assert all(value in truth[name] for name, value in found.items())
+    listed = Elf(reader(data)).listed(chosen)
+    assert listed == {each for each in true_functions(data, ".symtab") if each[0] in chosen}
+
+
+def test_hidden_functions_and_copies_of_static_ones_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.c").write_text(f"""
+            __attribute__((noinline)) static int launch(int x) {{ return x * {number + 6}; }}
+            __attribute__((visibility("hidden"))) int prelaunch_{number}(int x) {{ return launch(x) + 1; }}
+            int other_{number}(int x) {{ return prelaunch_{number}(x) + 1; }}
+        """)
+    library = tmp_path / "library.so"
+    options = ["-shared", "-fPIC", "-O1", "-o", library]
+    subprocess.run(["gcc", *options, tmp_path / "1.c", tmp_path / "2.c"], check=True)
+    data = library.read_bytes()
+    wanted = ["launch", "prelaunch_1", "other_2", "1", "aunch"]
+    truth = {each for each in true_functions(data, ".symtab") if each[0] in wanted}
+    assert [name for name, _ in sorted(truth)] == ["launch", "launch", "other_2", "prelaunch_1"]
+    assert Elf(reader(data)).exported(wanted).keys() == {"other_2"}
+    assert Elf(reader(data)).listed(wanted) == truth
+    # Wherever one part of a table ends and the next begins.
+    for size in (24, 48, 72, 240):
+        monkeypatch.setattr(elf_module, "_PART", size)
+        assert Elf(reader(data)).listed(wanted) == truth
+    subprocess.run(["strip", library], check=True)
+    assert Elf(reader(library.read_bytes())).listed(wanted) == set()
+
+
+def test_a_library_without_the_wanted_costs_little_reading() -> None:
+    data = Path("/proc/self/exe").resolve().read_bytes()
+    amount = 0
+
+    def read(offset: int, size: int) -> bytes:
+        nonlocal amount
+        amount += size
+        return data[offset : offset + size]
+
+    assert Elf(read).exported([f"cudaFunction{number}" for number in range(300)]) == {}
+    assert amount < 1 << 17
+
+
 # ---- what is no such file
 
 
@@ -169,6 +246,8 @@ def question(data: bytes) -> int:
     for ask in (
         lambda elf: elf.symbol("pre_answer"),
         lambda elf: elf.symbol("not there"),
+        lambda elf: elf.exported(["pre_answer", "main", "not there"]),
+        lambda elf: elf.listed(["pre_answer", "main", "not there"]),
         lambda elf: elf.needed(),
         lambda elf: elf.section(".rodata"),
         lambda elf: elf.section_content(".rodata"),
@@ -296,6 +375,61 @@ WANTED = gnu_hash(b"answer")
 )
 def test_tables_made_by_hand(tables: dict[int, bytes], value: int | None) -> None:
     assert Elf(reader(an_elf({STRTAB: NAMES} | tables))).symbol("answer") == value
+
+
+def function_symbols(*entries: tuple[int, int, int]) -> bytes:
+    """(name, section, value), of functions."""
+    return bytes(24) + b"".join(
+        struct.pack("<IBBHQQ", name, 0x12, 0, where, value, 0) for name, where, value in entries
+    )
+
+
+def filtered_table(word: int) -> bytes:
+    """One bucket with the wanted name, behind a filter of one word; its second hash is that shifted by 3."""
+    return struct.pack("<4IQ2I", 1, 1, 1, 3, word, 1, WANTED | 1)
+
+
+FIRST, SECOND = 1 << WANTED % 64, 1 << (WANTED >> 3) % 64
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [(FIRST | SECOND, True), (FIRST, False), (SECOND, False), (0, False), (2**64 - 1, True)],
+)
+def test_the_filter_is_asked_first(word: int, found: bool) -> None:
+    tables = {STRTAB: NAMES, GNU_HASH: filtered_table(word), SYMTAB: function_symbols((ANSWER, 7, 42))}
+    assert Elf(reader(an_elf(tables))).exported(["answer"]) == ({"answer": 42} if found else {})
+    assert Elf(reader(an_elf(tables | {SYMTAB: symbols((ANSWER, 7, 42))}))).exported(["answer"]) == {}
+
+
+def test_a_filter_beyond_the_file_is_refused() -> None:
+    tables = {STRTAB: NAMES, SYMTAB: function_symbols((ANSWER, 7, 42))}
+    beyond = struct.pack("<4I", 1, 1, 1 << 19, 3) + bytes(64)
+    with pytest.raises(ElfError, match="beyond"):
+        Elf(reader(an_elf(tables | {GNU_HASH: beyond}))).exported(["answer"])
+    huge = struct.pack("<4I", 1, 1, 1 << 31, 3) + bytes(64)
+    assert Elf(reader(an_elf(tables | {GNU_HASH: huge}))).exported(["answer"]) == {}
+
+
+def test_listings_beyond_reason_are_refused() -> None:
+    names = a_section(3, 0x800, len(NAMES))
+
+    def listed(table: bytes) -> set[tuple[str, int]]:
+        sections = a_section(2, 0x400, len(table), link=1) + names
+        data = (a_header(sections=2, sections_at=64) + sections).ljust(0x400, b"\0") + table[:0x400]
+        return Elf(reader(data.ljust(0x800, b"\0") + NAMES + table[0x400:])).listed(["answer"])
+
+    assert listed(function_symbols((ANSWER, 7, 42))) == {("answer", 42)}
+    assert listed(function_symbols((ANSWER, 7, 42))[:-1]) == set()  # cut
+    huge = a_section(2, 0, 1 << 40, link=1) + a_section(3, 0, 1 << 40)
+    with pytest.raises(ElfError, match="beyond reason"):
+        Elf(reader(a_header(sections=2, sections_at=64) + huge)).listed(["answer"])
+    nowhere = a_section(2, 0, 1 << 40, link=9) * 2
+    assert Elf(reader(a_header(sections=2, sections_at=64) + nowhere)).listed(["answer"]) == set()
+    many = b"answer\0" * 5000
+    data = a_header(sections=2, sections_at=64) + a_section(2, 0, 64, link=1) + a_section(3, 0x400, len(many))
+    with pytest.raises(ElfError, match="names beyond reason"):
+        Elf(reader(data.ljust(0x400, b"\0") + many)).listed(["answer"])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expanse_ebpf.python_stacks import interpreter
+from expanse_ebpf.python_stacks import interpreter, mapped_files
 from expanse_ebpf.python_stacks.build import Build, examine
 from expanse_ebpf.python_stacks.elf import Elf, Segment
 from expanse_ebpf.python_stacks.interpreter import (
@@ -35,6 +35,7 @@ from expanse_ebpf.python_stacks.interpreter import (
     parse_maps,
 )
 from expanse_ebpf.python_stacks.layouts import NOWHERE, Layout, for_version
+from expanse_ebpf.python_stacks.mapped_files import open_mapped
 from tests.python_stacks.interpreters import Interp
 from tests.python_stacks.interpreters import interpreter as made
 
@@ -345,15 +346,12 @@ def test_a_shared_library_that_only_its_own_mounts_have(
     with running(["unshare", "-m", "sh", "-c", script]) as process:
         line(process)
         if way == "root":  # as without CAP_SYS_ADMIN
-            monkeypatch.setattr(interpreter, "_open_mapped", without_map_files)
+            monkeypatch.setattr(interpreter, "open_mapped", without_map_files)
         assert found(process.pid).path == f"{tmp_path}/libpython"
 
 
-_open_mapped = interpreter._open_mapped
-
-
-def without_map_files(task: str, process: str, path: bytes, mapping: interpreter.Mapping) -> int | None:
-    return _open_mapped(task, "/nowhere", path, mapping)
+def without_map_files(task: str, process: str, path: bytes, mapping: mapped_files.Mapping) -> int | None:
+    return open_mapped(task, "/nowhere", path, mapping)
 
 
 # ---- processes that change
@@ -728,8 +726,8 @@ def test_a_file_is_opened_only_if_it_is_the_one_that_is_mapped(tmp_path: Path) -
     os.mkfifo(waiting)
 
     def opened(path: Path, inode: int) -> bool:
-        mapping = interpreter.Mapping(0x1000, 0x2000, 0, inode)
-        file = interpreter._open_mapped(str(task), str(tmp_path / "7"), os.fsencode(path), mapping)
+        mapping = mapped_files.Mapping(0x1000, 0x2000, 0, inode)
+        file = open_mapped(str(task), str(tmp_path / "7"), os.fsencode(path), mapping)
         if file is not None:
             os.close(file)
         return file is not None
@@ -759,12 +757,12 @@ CODE, DATA = Segment(0x3A10, 0x405A10, 0x800, True), Segment(0, 0x400000, 0x1000
     ],
 )
 def test_the_bias_is_that_of_the_code(mappings: list[tuple[int, int, int]], expected: int) -> None:
-    assert bias((DATA, CODE), [interpreter.Mapping(*each, 1) for each in mappings]) == expected
+    assert bias((DATA, CODE), [mapped_files.Mapping(*each, 1) for each in mappings]) == expected
 
 
 def test_code_that_is_not_mapped_from_the_file_has_no_bias() -> None:
     with pytest.raises(RefusedError):
-        bias((DATA, CODE), [interpreter.Mapping(0x7000000, 0x7001000, 0x4000, 1)])
+        bias((DATA, CODE), [mapped_files.Mapping(0x7000000, 0x7001000, 0x4000, 1)])
 
 
 # ---- /proc/PID/maps

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from expanse_ebpf.ship.client import ControllerStream
+from expanse_ebpf.ship.client import MAX_COMMANDS, ControllerStream
 from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
-from expanse_ebpf.wire.collector_pb2 import Acknowledgement, Downstream, Upstream
+from expanse_ebpf.wire.collector_pb2 import Acknowledgement, Downstream, TraceRequest, Upstream
 from tests.controller.process import eventually, node, report
 
 
@@ -182,6 +184,115 @@ def test_stop_ends_its_threads_whatever_the_state() -> None:
     eventually(lambda: threading.active_count() <= running + 1)
     server.server.stop(0).wait()
     assert before <= running
+
+
+def window(number: int) -> TraceRequest:
+    return TraceRequest(id=f"{number:016x}", key="slurm/123")
+
+
+class Commanding(Server):
+    """A controller that sends what it is given, and acknowledges nothing."""
+
+    def __init__(self) -> None:
+        self.given: list[list[Downstream]] = []
+        self.more = threading.Semaphore(0)
+        super().__init__(Commanding._give)
+
+    def give(self, *messages: Downstream) -> None:
+        self.given.append(list(messages))
+        self.more.release()
+
+    def _give(self, _: Iterator[Upstream], context: Any) -> Iterator[Downstream]:
+        while context.is_active():
+            if self.more.acquire(timeout=0.05):
+                yield from self.given.pop(0)
+
+
+def readable(stream: ControllerStream, timeout: float) -> bool:
+    return bool(select.select([stream.commands_fd], [], [], timeout)[0])
+
+
+@pytest.fixture
+def commanding(stopped: list[Any]) -> tuple[Commanding, ControllerStream]:
+    server = Commanding()
+    stream = ControllerStream(server.address, node())
+    stopped += [stream, server]
+    stream.start()
+    eventually(lambda: stream.connected)
+    return server, stream
+
+
+def test_commands_come_in_order_and_wake_a_selector(commanding: tuple[Commanding, ControllerStream]) -> None:
+    server, stream = commanding
+    assert not readable(stream, 0)
+    assert stream.take_commands() == []
+    server.give(Downstream(trace=window(1)))
+    assert readable(stream, 10)
+    assert stream.take_commands() == [window(1)]
+    assert not readable(stream, 0)
+    server.give(*(Downstream(trace=window(n)) for n in (2, 3)))
+    taken: list[TraceRequest] = []
+    eventually(lambda: taken.extend(stream.take_commands()) or len(taken) == 2)
+    assert taken == [window(2), window(3)]
+
+
+def test_command_that_comes_again_is_taken_once(commanding: tuple[Commanding, ControllerStream]) -> None:
+    server, stream = commanding
+    server.give(*(Downstream(trace=window(n)) for n in (1, 1, 2)))
+    eventually(lambda: len(stream._commands) == 2)
+    assert stream.take_commands() == [window(1), window(2)]
+    server.give(*(Downstream(trace=window(n)) for n in (1, 3)))
+    assert readable(stream, 10)
+    assert stream.take_commands() == [window(3)]
+
+
+def test_what_is_no_command_is_left_out_with_one_line(
+    commanding: tuple[Commanding, ControllerStream], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, stream = commanding
+    unknown = Downstream.FromString(b"\xba\x3e\x00")  # a field that this release does not have
+    bad = Downstream(trace=TraceRequest(id="../x", key="slurm/1"))
+    server.give(unknown, bad, Downstream(), Downstream(trace=window(1)))
+    assert readable(stream, 10)
+    assert stream.take_commands() == [window(1)]
+    assert [record.message for record in caplog.records] == [
+        f"controller {server.address} asks for something that this release does not know; it is left out"
+    ]
+
+
+def test_flood_of_commands_is_cut(commanding: tuple[Commanding, ControllerStream]) -> None:
+    server, stream = commanding
+    server.give(*(Downstream(trace=window(n)) for n in range(MAX_COMMANDS + 20)))
+    server.give(Downstream(acknowledgement=Acknowledgement(sequence=1)))
+    stream.send(report(1))
+    eventually(lambda: stream.unsent == 0)
+    assert stream.take_commands() == [window(n) for n in range(MAX_COMMANDS)]
+
+
+def test_stop_closes_the_descriptor_once(commanding: tuple[Commanding, ControllerStream]) -> None:
+    server, stream = commanding
+    descriptor = stream.commands_fd
+    server.give(Downstream(trace=window(1)))
+    assert readable(stream, 10)
+    stream.stop(0)
+    assert not Path(f"/proc/self/fd/{descriptor}").exists()
+    assert stream.commands_fd == -1
+    assert stream.take_commands() == [window(1)]
+    stream.stop(0)
+
+
+def test_waiting_stream_does_not_poll(commanding: tuple[Commanding, ControllerStream]) -> None:
+    _, stream = commanding
+    assert stream._thread is not None
+    status = Path(f"/proc/self/task/{stream._thread.native_id}/status")
+
+    def waits() -> int:
+        found = [line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt")]
+        return int(found[0].split()[1])
+
+    before = waits()
+    time.sleep(1.0)
+    assert waits() - before <= 3  # gRPC's own way would be ten
 
 
 def test_client_and_server_settings_are_a_matching_pair() -> None:

@@ -16,6 +16,7 @@ from expanse_ebpf.errors import ConfigError, UnavailableError, UnknownJobError
 from expanse_ebpf.export import pprof
 from expanse_ebpf.jobs.job import Job
 from expanse_ebpf.python_stacks.interpreter import Reason, Refusal
+from expanse_ebpf.python_stacks.sampler import Count, Frame, Stack
 from expanse_ebpf.sources import Attentive, Context, python, python_watch
 from expanse_ebpf.sources.python import Choice, PythonSource
 from expanse_ebpf.sources.python_watch import ProcessTree, lives, status
@@ -719,3 +720,33 @@ def test_a_status_that_is_no_status_is_none(tmp_path: Any) -> None:
     own = status(os.getpid())
     assert own is not None
     assert (own.tgid, own.parent) == (os.getpid(), os.getppid())
+
+
+# ---- time inside data loaders
+
+
+def loading(seconds: float, *, waits: bool, slot: int = 5) -> Count:
+    loader = "/opt/site-packages/torch/utils/data/dataloader.py"
+    inside = (Frame("_BaseDataLoaderIter.__next__", loader, 1, 1), Frame("main", "/srv/train.py", 2, 1))
+    return Count(Stack(slot, 100, waits, "held", "3.11", False, inside, ""), 1, int(seconds * 1e9))
+
+
+def test_time_in_data_loaders_grows_with_both_waiting_and_running_threads(node: Node) -> None:
+    assert not node.tick(unresolved("not_python")).jobs[0].python.HasField("loading_ns")
+    report = node.tick(running("f:1"), waiting("g:2"))
+    assert report.jobs[0].python.HasField("loading_ns")
+    assert report.jobs[0].python.loading_ns == 0
+    node.tick(loading(0.5, waits=True), loading(0.25, waits=False), running("f:1"))
+    assert node.tick(loading(1, waits=True)).jobs[0].python.loading_ns == 1_750_000_000
+    assert node.tick().jobs[0].python.loading_ns == 1_750_000_000
+
+
+def test_where_waiting_threads_are_not_seen_the_time_in_loaders_is_not_known(
+    samplers: type[MadeUpSampler],
+) -> None:
+    made = Node(samplers, {"python.waits_hz": 0})
+    made.jobs.append(job())
+    report = made.tick(running("f:1"), loading(1, waits=False))
+    assert report.jobs[0].python.samples == 2
+    assert not report.jobs[0].python.HasField("loading_ns")
+    made.source.stop()

@@ -1,4 +1,4 @@
-"""Compiles the stand-in for libnvidia-ml.so.1."""
+"""Compiles the stand-ins: that for libnvidia-ml.so.1 here, those for CUDA in cuda.py."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ VARIANTS = {
     "no_gpm": ("-DWITHOUT_GPM",),
     "old": ("-DPROCESS_LISTS=1", "-DWITHOUT_GPM", "-DOLD_DRIVER"),
 }
+COMPILER = ["gcc", "-std=gnu11", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
 
 
 @functools.cache
-def _workshop() -> Path:
+def workshop() -> Path:
     """Where libraries are compiled; goes with the process."""
     folder = tempfile.TemporaryDirectory(prefix="expanse-stand-in-")
     atexit.register(folder.cleanup)
@@ -34,10 +35,10 @@ def _workshop() -> Path:
 @functools.cache
 def build(variant: str) -> Path:
     """The library in one of the VARIANTS, compiled once in a process; works where it is copied to."""
-    library = _workshop() / variant / SONAME
+    library = workshop() / variant / SONAME
     library.parent.mkdir()
-    command = ["gcc", "-std=gnu11", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
-    command += ["-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{SONAME}", "-Wl,-z,defs", *VARIANTS[variant]]
+    command = [*COMPILER, "-O1", "-shared", "-fvisibility=hidden"]
+    command += [f"-Wl,-soname,{SONAME}", "-Wl,-z,defs", *VARIANTS[variant]]
     sources = sorted(HERE.glob("nvml*.c"))
     subprocess.run([*command, "-o", library, *sources, "-ldl"], check=True)
     return library

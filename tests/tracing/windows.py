@@ -57,7 +57,9 @@ class Window:
 
     def until_open(self, targets: int = 0) -> TraceStatus:
         """Its status when probes are in place, in so many processes at least."""
-        return self.until(lambda s: s.state == TRACE_STATE_OPEN and s.targets >= targets and s.traced_share > 0)
+        return self.until(
+            lambda s: s.state == TRACE_STATE_OPEN and s.targets >= targets and s.traced_share > 0
+        )
 
     def stop(self) -> None:
         """Have it end now."""

@@ -153,7 +153,7 @@ def compare_snapshot(book: Book, snapshot: dict[str, Any]) -> None:
     sources = snapshot["collector"]["sources"]
     book.holds(
         "top: all sources are up",
-        [s["name"] for s in sources if s["up"]] == ["cpu", "cgroup", "host", "python", "gpu"],
+        [s["name"] for s in sources if s["up"]] == ["cpu", "cgroup", "host", "python", "gpu", "traces"],
     )
     why = {part: reason for source in sources for part, reason in source["unavailable"].items()}
     why.pop("waiting", None)  # looked at in stacks.py
