@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -26,7 +27,13 @@ from expanse_ebpf.kernel.slots import SLOT_OVERFLOW, SLOT_SYSTEM
 from expanse_ebpf.node_socket import NodeSocket
 from expanse_ebpf.ship.identity import node_identity
 from expanse_ebpf.ship.sequence import first_sequence
-from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, ProcessesReply, Report, RunReply
+from expanse_ebpf.wire.collector_pb2 import (
+    JOB_STATE_ENDED,
+    TRACE_STATE_FAILED,
+    ProcessesReply,
+    Report,
+    RunReply,
+)
 from expanse_ebpf.wire.service_manager import ServiceManager
 
 if TYPE_CHECKING:
@@ -35,11 +42,13 @@ if TYPE_CHECKING:
     from expanse_ebpf.jobs.job import Job
     from expanse_ebpf.ship.client import ControllerStream
     from expanse_ebpf.sources.python_watch import ProfileWatch
-    from expanse_ebpf.wire.collector_pb2 import JobSample, WatchProfileRequest
+    from expanse_ebpf.sources.traces import TraceSource, TraceWatch
+    from expanse_ebpf.wire.collector_pb2 import JobSample, TraceRequest, TraceStatus, WatchProfileRequest
 
 _log = logging.getLogger(__name__)
 _RETRY_TICKS = 60  # how often a source that could not start is tried again
 _BACKLOG = 10  # reports that wait for their acknowledgement: with more of them no large ones are made
+_MOST_REFUSED = 64  # windows, in one report
 _SWITCHED_OFF = "switched off (sources.{})"
 _SWEEP_TICKS = 60  # how often cgroups that a killed `run` has left are looked for
 
@@ -93,7 +102,10 @@ class Agent:
             on_processes=self._processes,
             on_run=self._run_for_user,
             on_profile=self._watch_profile,
+            on_trace=self._watch_trace,
         )
+        # What comes of commands while there are no traces
+        self._no_windows: deque[TraceStatus] = deque(maxlen=_MOST_REFUSED)
         self._stream: ControllerStream | None = None
 
     # ---- start and stop ---------------------------------------------------------------------------
@@ -130,6 +142,7 @@ class Agent:
                 self.config.controller.address, self._node, self.config.controller.max_unsent
             )
             self._stream.start()
+            self._selector.register(self._stream.commands_fd, selectors.EVENT_READ, self._commands)
 
     def _begin(self, hierarchy: str) -> None:
         """Load the BPF programs for `hierarchy` ("auto": by looking) and start the sources."""
@@ -161,7 +174,7 @@ class Agent:
                 if slot in carried:
                     self._lifecycle.slots.carry(slot, carried[slot])
         self._context = sources.Context(
-            self.config, self._lifecycle, self._why_no_bpf, ships=self._ships_soon
+            self.config, self._lifecycle, self._why_no_bpf, ships=self._ships_soon, node=self._node
         )
         wanted = [name for name, on in asdict(self.config.sources).items() if on]
         self._sources = sources.create(wanted, self._context)
@@ -186,9 +199,13 @@ class Agent:
     def _attend(self, source: sources.Source) -> None:
         """Call the source between ticks too, where it wants that."""
         if isinstance(source, sources.Attentive):
-            ready = source.ready
-            self._selector.register(source.fd, selectors.EVENT_READ, lambda _mask: self._call(source, ready))
+            self._selector.register(source.fd, selectors.EVENT_READ, lambda _mask: self._ready(source))
             self._due[source] = time.monotonic() + source.period_s
+
+    def _ready(self, source: sources.Attentive) -> None:
+        self._call(source, source.ready)
+        if source.name == "traces":  # who has asked for a window waits for what has just come
+            self._socket.wake()
 
     def _stop_source(self, source: sources.Source) -> None:
         if isinstance(source, sources.Attentive) and self._due.pop(source, None) is not None:
@@ -208,7 +225,10 @@ class Agent:
         """Send what is left, and leave nothing behind."""
         self._service.stopping()
         self._end_sources()
+        self._socket.wake()  # a window's last word
         if self._stream is not None:
+            with suppress(KeyError, ValueError):  # it was not begun, or has been stopped
+                self._selector.unregister(self._stream.commands_fd)
             self._stream.stop(2.0)
         self._socket.close()
         self._selector.close()
@@ -368,10 +388,16 @@ class Agent:
             if sample.state == JOB_STATE_ENDED and sample.counters.HasField("run_ns"):
                 sample.cpu_ns = max(sample.cpu_ns, sample.counters.run_ns)
         self._describe_collector(report)
-        # The process that asks NVML is part of the collector.
+        # The process that asks NVML is part of the collector, and so are those of windows.
         report.collector.cpu_ns += report.nvml.cpu_ns
         if report.nvml.pss_bytes and report.collector.HasField("pss_bytes"):
             report.collector.pss_bytes += report.nvml.pss_bytes
+        for traces in self._traces():
+            report.collector.cpu_ns += traces.cpu_ns
+            if report.collector.HasField("pss_bytes"):
+                report.collector.pss_bytes += traces.pss_bytes
+        report.traces.extend(self._no_windows)
+        self._no_windows.clear()
         return report
 
     def _sample(
@@ -451,6 +477,35 @@ class Agent:
                     raise UnavailableError(f"Python stacks are not available: {self._down[source.name]}")
                 return source.watch(request, uid, self._table)  # type: ignore[attr-defined, no-any-return]
         raise UnavailableError("Python stacks are switched off: set sources.python = true")
+
+    def _traces(self) -> list[TraceSource]:
+        """The source of traces; none: it is switched off."""
+        return [source for source in self._sources if source.name == "traces"]  # type: ignore[misc]
+
+    def _why_no_traces(self) -> str:
+        """Why no window can be opened; empty when one can."""
+        if not self.config.sources.traces:
+            return "traces are switched off: set sources.traces = true"
+        return f"traces are not available: {self._down['traces']}" if "traces" in self._down else ""
+
+    def _watch_trace(self, request: TraceRequest, uid: int | None) -> TraceWatch:
+        why = self._why_no_traces()
+        if why:
+            raise UnavailableError(why)
+        return self._traces()[0].open(request, uid, self._table)
+
+    def _commands(self, _mask: int) -> None:
+        """Open the windows that the controller wants."""
+        if self._stream is None:
+            return
+        for request in self._stream.take_commands():
+            why = self._why_no_traces()
+            if not why:
+                self._traces()[0].command(request, self._table)
+                continue
+            from expanse_ebpf.sources.trace_request import first_status
+
+            self._no_windows.append(first_status(request, TRACE_STATE_FAILED, why))
 
     def _ships_soon(self) -> bool:
         return self._stream is not None and self._stream.connected and self._stream.unsent < _BACKLOG

@@ -1,0 +1,59 @@
+"""How long a window may be: pure arithmetic on what a job has been traced so far.
+
+At the end of a window all of a job's windows together are to be no more than a share of its run. A window
+of s seconds that begins at age a, after others of t seconds, keeps to the share f where t + s <= f (a + s).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+LEAST_S = 0.5  # a window that would be shorter than that, for want of budget, is not opened
+
+
+class Verdict(NamedTuple):
+    """What comes of a wish."""
+
+    seconds: float  # how long the window is to be; 0: none
+    reason: str  # why there is none, or why it is shorter than was wished; empty: neither
+
+
+def longest(age_s: float, traced_s: float, share: float) -> float:
+    """How long a window that begins at age `age_s` may be; infinite where all of the run may be traced."""
+    if share >= 1:
+        return math.inf
+    return max(0.0, (share * age_s - traced_s) / (1 - share))
+
+
+def age_for(seconds: float, traced_s: float, share: float) -> float:
+    """The age from which on a window may be so long."""
+    return (traced_s + seconds * (1 - share)) / share
+
+
+def judge(
+    wished_s: float, most_s: float, age_s: float, traced_s: float, share: float, *, may_lift: bool
+) -> Verdict:
+    """How long a window of `wished_s` may be that begins at age `age_s`.
+
+    `most_s` is the limit of any window; `may_lift`: who asked may also ask for a larger share.
+    """
+    seconds, reasons = min(wished_s, most_s), []
+    if seconds < wished_s:
+        reasons.append(f"shortened to {seconds:g} s, the most that tracing.max_window_s allows")
+    room = longest(age_s, traced_s, share)
+    lift = "; --share 100% lifts that" if may_lift else ""
+    rule = f"at most {100 * share:.3g} % of the run may be traced"
+    least = min(seconds, LEAST_S)
+    if room < least:
+        wait = max(1, math.ceil(age_for(least, traced_s, share) - age_s))
+        return Verdict(0.0, f"{rule}; possible in {wait} s{lift}")
+    if room < seconds:
+        seconds = room
+        reasons = [f"shortened to {seconds:.1f} s: {rule}{lift}"]
+    return Verdict(seconds, "; ".join(reasons))
+
+
+def positive(value: float, default: float, most: float) -> float:
+    """`value` where it is a number above 0, else `default`; `most` at the most."""
+    return min(value, most) if math.isfinite(value) and value > 0 else min(default, most)
