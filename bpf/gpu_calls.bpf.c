@@ -82,7 +82,10 @@ struct window {
 	u32 stacks;   /* launches are told with their Python stacks */
 	u32 epoch;    /* grows whenever the probes are put in place anew */
 	u32 rows;     /* of threads that were given out */
+	u32 by_user;  /* only threads of user `uid`: others' are taken as other jobs' */
+	u32 uid;
 	u64 foreign_hits;
+	u64 foreign_stepped; /* of them, of probes that are STEPPED */
 	u64 events_lost;
 	u64 unplaced; /* calls of threads for which there was no row */
 	u64 sites_lost;
@@ -126,6 +129,17 @@ struct {
 	__type(value, u64);
 } gaps SEC(".maps");
 
+/* As it is told. The fields up to the stream lie as in the structures of launches with attributes. */
+struct call {
+	u32 grid[3];
+	u32 block[3];
+	u32 shared;
+	u32 kind; /* of copies, plus 1 */
+	u64 stream;
+	u64 target; /* host stub or CUfunction of a launch; communicator, graph */
+	u64 bytes;  /* plus 1; 0: not known */
+};
+
 /* The last call that was not inside another one: the thread may still be in it. */
 struct outer {
 	u64 sp;	 /* at its first instruction */
@@ -164,11 +178,12 @@ struct thread_row {
 	u32 unused;
 	struct outer outer[2]; /* of NCCL and of CUDA */
 	struct pending pending;
-	u64 arguments[8]; /* of the hit that is looked at, those in registers */
+	/* Of the hit that is looked at. The stack of a program, 512 bytes, has no room for them. */
+	u64 arguments[8]; /* those in registers */
 	u64 sp, ip, ret;
-	u64 unused_too[3];
+	struct call call;
 };
-_Static_assert(sizeof(struct thread_row) == 320, "user space reads rows of this size");
+_Static_assert(sizeof(struct thread_row) == 352, "user space reads rows of this size");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -224,16 +239,6 @@ enum call_record_kind {
 	END = 2,
 	SITE = 3,
 	LOADED = 4,
-};
-
-struct call {
-	u32 grid[3];
-	u32 block[3];
-	u32 shared;
-	u32 kind; /* of copies, plus 1 */
-	u64 stream;
-	u64 target; /* host stub or CUfunction of a launch; communicator, graph */
-	u64 bytes;  /* plus 1; 0: not known */
 };
 
 struct call_record {
@@ -356,26 +361,21 @@ static __always_inline u64 size_of_type(u64 type)
 	return type < 12 ? 0x112842884411ULL >> (4 * type) & 15 : 0;
 }
 
-/* struct CUlaunchConfig, and cudaLaunchConfig_t, of cuda.h and driver_types.h, up to the stream. */
-struct driver_config {
-	u32 grid[3];
-	u32 block[3];
-	u32 shared;
-	u32 padding;
-	u64 stream;
-};
-
-struct runtime_config {
-	u32 grid[3];
-	u32 block[3];
-	u64 shared;
-	u64 stream;
-};
+/*
+ * struct CUlaunchConfig of cuda.h, or cudaLaunchConfig_t of driver_types.h, up to the stream: in both of them grid
+ * and block, the shared memory in the next 4 bytes or 8, the stream.
+ */
+static __always_inline void read_config(struct call *call, u64 config)
+{
+	_Static_assert(__builtin_offsetof(struct call, stream) == 32, "as in CUlaunchConfig");
+	if (READ(call, __builtin_offsetof(struct call, target), config))
+		return;
+	call->kind = 0;
+	call->stream++;
+}
 
 static __always_inline void decode_launch(const struct thread_row *row, u32 shape, struct call *call)
 {
-	struct runtime_config runtime = {};
-	struct driver_config driver = {};
 	u64 word;
 
 	switch (shape) {
@@ -394,13 +394,9 @@ static __always_inline void decode_launch(const struct thread_row *row, u32 shap
 		call->stream = argument(row, 7) + 1;
 		break;
 	case RUNTIME_LAUNCH_EX:
+	case DRIVER_LAUNCH_EX:
 		call->target = argument(row, 1);
-		if (READ(&runtime, sizeof(runtime), argument(row, 0)))
-			break;
-		__builtin_memcpy(call->grid, runtime.grid, sizeof(call->grid));
-		__builtin_memcpy(call->block, runtime.block, sizeof(call->block));
-		call->shared = runtime.shared;
-		call->stream = runtime.stream + 1;
+		read_config(call, argument(row, 0));
 		break;
 	case DRIVER_LAUNCH:
 		call->target = argument(row, 0);
@@ -412,15 +408,6 @@ static __always_inline void decode_launch(const struct thread_row *row, u32 shap
 		call->block[2] = argument(row, 6);
 		call->shared = argument(row, 7);
 		call->stream = argument(row, 8) + 1;
-		break;
-	case DRIVER_LAUNCH_EX:
-		call->target = argument(row, 1);
-		if (READ(&driver, sizeof(driver), argument(row, 0)))
-			break;
-		__builtin_memcpy(call->grid, driver.grid, sizeof(call->grid));
-		__builtin_memcpy(call->block, driver.block, sizeof(call->block));
-		call->shared = driver.shared;
-		call->stream = driver.stream + 1;
 		break;
 	}
 }
@@ -649,9 +636,19 @@ __noinline int call_walk_frames(u32 number)
 	return 0;
 }
 
+/*
+ * Not inlined, so that its stack is not on_call's, which has to be there beside those of the functions above: 512
+ * bytes is all they may take together, and only from 6.13 on has each its own.
+ */
+static __noinline u32 begin_walk(struct walk *walk, struct task_struct *task, u32 slot, struct python_slot *row,
+				 struct python_control *shared)
+{
+	return begin(walk, task, bpf_get_current_pid_tgid() >> 32, slot, row, shared);
+}
+
 /* Walks the stack of the current thread; its outcome, and the stack's row when that is RESOLVED. */
-static __always_inline u32 walk_stack(struct task_struct *task, u32 host_pid, u32 host_tid, u32 slot,
-				      struct python_slot *row, struct python_control *shared, u32 *stack)
+static __always_inline u32 walk_stack(struct task_struct *task, u32 host_tid, u32 slot, struct python_slot *row,
+				      struct python_control *shared, u32 *stack)
 {
 	u32 number = 2 * (bpf_get_smp_processor_id() & (MAX_CPUS - 1)), outcome;
 	struct taken_walk *taken = bpf_map_lookup_elem(&call_walks, &number);
@@ -666,7 +663,7 @@ static __always_inline u32 walk_stack(struct task_struct *task, u32 host_pid, u3
 			return LOST;
 	}
 	walk = &taken->walk;
-	outcome = begin(walk, task, host_pid, slot, row, shared);
+	outcome = begin_walk(walk, task, slot, row, shared);
 	if (outcome == RESOLVED) {
 		if (!search_begin(walk, NULL, host_tid))
 			call_find_thread(number);
@@ -686,15 +683,25 @@ static __always_inline u32 walk_stack(struct task_struct *task, u32 host_pid, u3
 
 /* ---- the probes ---- */
 
-static __always_inline void begin_timed(struct thread_row *row, struct window *window, const struct pending *pending)
+static __always_inline void begin_timed(struct thread_row *row, const struct point *point, struct window *window,
+					u32 key, u32 total, u64 now)
 {
-	struct site site = {.address = pending->ret, .host_pid = row->host_pid};
-	struct site_record record = {.kind = SITE, .pid = row->pid, .address = pending->ret};
+	struct site site = {.address = row->ret, .host_pid = row->host_pid};
+	struct site_record record = {.kind = SITE, .pid = row->pid, .address = row->ret};
+	struct pending *pending = &row->pending;
 	u32 one = 1;
 
-	if (row->pending.begin_ns)
+	if (pending->begin_ns)
 		__sync_fetch_and_add(&window->unpaired, 1);
-	row->pending = *pending;
+	pending->sp = row->sp;
+	pending->ret = row->ret;
+	pending->begin_ns = now;
+	pending->point = key;
+	pending->total = total;
+	if (point->name_arg != NO_ARGUMENT) {
+		pending->written = row->call.target;
+		pending->name = argument(row, point->name_arg);
+	}
 	if (bpf_map_lookup_elem(&sites, &site))
 		return;
 	if (bpf_map_update_elem(&sites, &site, &one, BPF_NOEXIST) ||
@@ -718,15 +725,16 @@ static __always_inline void seen(u32 key, struct point *point, struct task_struc
 	struct outer *outer = &row->outer[point->layer == NCCL ? 0 : 1];
 	struct call_record *record;
 	struct call_total *total;
-	struct call call = {};
+	struct call *call = &row->call;
 	u32 total_row = point->total, outcome = OUTCOMES, stack = 0;
 
-	decode(row, point, &call);
+	__builtin_memset(call, 0, sizeof(*call));
+	decode(row, point, call);
 	if (point->layer == RUNTIME_WRAPPER)
-		call.target = ret; /* its kernel is the runtime's own handle; what calls it bears the kernel's name */
-	likeness = likeness_of(point, &call);
+		call->target = ret; /* its kernel is the runtime's own handle; what calls it bears the kernel's name */
+	likeness = likeness_of(point, call);
 	if (point->kind_arg != NO_ARGUMENT)
-		total_row += call.kind <= 5 ? call.kind - 1 : 5;
+		total_row += call->kind <= 5 ? call->kind - 1 : 5;
 	total = total_of(total_row);
 	if (!total)
 		return;
@@ -747,24 +755,17 @@ static __always_inline void seen(u32 key, struct point *point, struct task_struc
 	if (!window->counting)
 		return;
 	__sync_fetch_and_add(&total->calls, 1);
-	if (call.bytes) {
-		__sync_fetch_and_add(&total->bytes, call.bytes - 1);
+	if (call->bytes) {
+		__sync_fetch_and_add(&total->bytes, call->bytes - 1);
 		__sync_fetch_and_add(&total->sized, 1);
 	}
 	row->calls++;
 	if (point->category == LAUNCH || point->category == GRAPH)
 		count_launch(row, window, now);
-	if (point->flags & TIMED) {
-		struct pending pending = {.sp = sp, .ret = ret, .begin_ns = now, .point = key, .total = total_row};
-
-		if (point->name_arg != NO_ARGUMENT) {
-			pending.written = call.target;
-			pending.name = argument(row, point->name_arg);
-		}
-		begin_timed(row, window, &pending);
-	}
+	if (point->flags & TIMED)
+		begin_timed(row, point, window, key, total_row, now);
 	if (window->stacks && (point->category == LAUNCH || point->category == GRAPH))
-		outcome = walk_stack(task, row->host_pid, row->host_tid, slot, python, shared, &stack);
+		outcome = walk_stack(task, row->host_tid, slot, python, shared, &stack);
 	record = bpf_ringbuf_reserve(&call_records, sizeof(*record), 0);
 	if (!record) {
 		__sync_fetch_and_add(&window->events_lost, 1);
@@ -777,7 +778,7 @@ static __always_inline void seen(u32 key, struct point *point, struct task_struc
 	record->outcome = outcome;
 	record->stack = stack;
 	record->unused = 0;
-	__builtin_memcpy(&record->call, &call, sizeof(call));
+	__builtin_memcpy(&record->call, call, sizeof(*call));
 	bpf_ringbuf_submit(record, wake_up_for_calls());
 }
 
@@ -789,7 +790,9 @@ static __always_inline struct thread_row *hit(struct task_struct *task, struct p
 	u64 ids = bpf_get_current_pid_tgid();
 	struct thread_row *row;
 
-	*python = row_of(task, ids >> 32, cgroup_of(task), shared, slot);
+	*python = NULL;
+	if (!window->by_user || (u32)bpf_get_current_uid_gid() == window->uid)
+		*python = row_of(task, ids >> 32, cgroup_of(task), shared, slot);
 	if (!*python) {
 		__sync_fetch_and_add(&window->foreign_hits, 1);
 		return NULL;
@@ -823,8 +826,11 @@ int on_call(struct pt_regs *registers)
 	}
 	task = bpf_get_current_task_btf();
 	row = hit(task, shared, window, &slot, &python, &number);
-	if (!row)
+	if (!row) {
+		if (point->flags & STEPPED)
+			__sync_fetch_and_add(&window->foreign_stepped, 1);
 		return 0;
+	}
 	if (point->flags & STEPPED)
 		row->stepped++;
 	keep_arguments(row, registers);
@@ -868,6 +874,8 @@ int on_return(struct pt_regs *registers)
 	row = hit(bpf_get_current_task_btf(), shared, window, &slot, &python, &number);
 	if (!row)
 		return 0;
+	if (bpf_get_attach_cookie(registers) & STEPPED)
+		row->stepped++;
 	keep_place(row, registers);
 	pending = row->pending;
 	if (!pending.begin_ns || pending.ret != row->ip || pending.sp + ABOVE_RETURN != row->sp)

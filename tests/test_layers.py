@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "python_stacks": {"kernel"},
     "gpu": {"kernel", "jobs", "wire"},
     "nvml": {"wire"},
-    "tracing": {"kernel", "jobs", "python_stacks", "wire"},
+    "tracing": {"kernel", "jobs", "python_stacks", "export", "wire"},
     "sources": {"kernel", "jobs", "python_stacks", "gpu", "nvml", "tracing", "export", "wire"},
     "export": {"wire"},
     "ship": {"wire"},

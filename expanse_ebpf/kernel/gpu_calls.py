@@ -22,7 +22,7 @@ _TIMED, _CALIBRATION, _STEPPED = 1, 2, 4
 _POINT = struct.Struct("=IBBBBbbbbbbbBQQ")
 _TOTAL = struct.Struct("=6Q16x")
 _ROW = struct.Struct("=7Q5I")
-_ROW_SIZE = 320
+_ROW_SIZE = 352
 _U64 = struct.Struct("=Q")
 _CALL = struct.Struct("=IIQIII4x8IQQQ")
 _END = struct.Struct("=IIQQ")
@@ -146,7 +146,10 @@ class _Window(ctypes.Structure):
         ("stacks", ctypes.c_uint32),
         ("epoch", ctypes.c_uint32),
         ("rows", ctypes.c_uint32),
+        ("by_user", ctypes.c_uint32),
+        ("uid", ctypes.c_uint32),
         ("foreign_hits", ctypes.c_uint64),
+        ("foreign_stepped", ctypes.c_uint64),
         ("events_lost", ctypes.c_uint64),
         ("unplaced", ctypes.c_uint64),
         ("sites_lost", ctypes.c_uint64),
@@ -279,6 +282,11 @@ class GpuCalls:
     def add_calibration(self) -> int:
         """The cookie for a probe that is there to be measured."""
         return self._add(_POINT.pack(0, 0, 0, 0, _CALIBRATION, *[-1] * 7, 0, 0, 0))
+
+    @staticmethod
+    def return_cookie(*, stepped: bool) -> int:
+        """The cookie for a probe at a place to which calls return."""
+        return _STEPPED * stepped
 
     def _add(self, point: bytes) -> int:
         if self._points >= _MAX_POINTS:

@@ -191,7 +191,7 @@ class TraceSource:
             now_ns=time.time_ns(),
         )
         try:
-            process = self._process(request, may_be, job, slot)
+            process = self._process(request, may_be, job, slot, uid)
         except OSError as error:
             why = f"the window's process cannot be begun: {error.strerror}"
             raise RefusedError(TRACE_STATE_FAILED, why) from None
@@ -208,7 +208,9 @@ class TraceSource:
         _log.info("window %s: %.3g s of %s", request.id, may_be.seconds, job.key)
         return window
 
-    def _process(self, request: TraceRequest, may_be: Plan, job: Job, slot: int) -> WindowProcess:
+    def _process(
+        self, request: TraceRequest, may_be: Plan, job: Job, slot: int, uid: int | None
+    ) -> WindowProcess:
         from expanse_ebpf.tracing.process import COMMAND, WindowProcess
         from expanse_ebpf.tracing.settings import WindowSettings
 
@@ -231,6 +233,7 @@ class TraceSource:
             cost_share=may_be.cost_share,
             over_cost=self._config.over_cost,
             max_events=self._config.max_events,
+            uid=uid,
         )
         return WindowProcess(settings, self._command or COMMAND)
 

@@ -21,10 +21,13 @@ class Price(NamedTuple):
     emulated: float
     stepped: float  # it is executed elsewhere, and traps once more behind it
 
+    def traps(self, hits: int, stepped: int) -> float:
+        """What so many hits cost outside the program, in nanoseconds; `stepped` of them are stepped over."""
+        return stepped * self.stepped + (hits - stepped) * self.emulated
+
     def of(self, thread: Thread) -> float:
         """All that the thread has paid, in nanoseconds."""
-        traps = thread.stepped * self.stepped + (thread.hits - thread.stepped) * self.emulated
-        return traps + thread.program_ns
+        return self.traps(thread.hits, thread.stepped) + thread.program_ns
 
 
 def is_stepped(code: bytes) -> bool:

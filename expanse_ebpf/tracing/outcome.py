@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import expanse_ebpf
 from expanse_ebpf.kernel.gpu_calls import gap_bound_ns
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from expanse_ebpf.kernel.gpu_calls import GpuCalls, Thread, Total
-    from expanse_ebpf.python_stacks.sampler import Sampler
     from expanse_ebpf.tracing.calibration import Price
     from expanse_ebpf.tracing.kernel_names import KernelNames
     from expanse_ebpf.tracing.probes import WindowProbes
@@ -27,19 +26,22 @@ _LONGEST_TEXT = 256
 _MOST_REASONS = 3  # that are told in one sentence
 
 
-def fill(
-    trace: Trace,
-    calls: GpuCalls,
-    probes: WindowProbes,
-    targets: Targets,
-    recording: Recording,
-    names: KernelNames,
-    sampler: Sampler,
-    *,
-    slot: int,
-    price: Price,
-) -> None:
+class Seen(NamedTuple):
+    """All that a window has seen."""
+
+    calls: GpuCalls
+    probes: WindowProbes
+    targets: Targets
+    recording: Recording
+    names: KernelNames
+    threads: Mapping[int, str]  # names, by row
+    unresolved: Mapping[str, int]  # launches by why their stack was not walked
+    price: Price
+
+
+def fill(trace: Trace, seen: Seen) -> None:
     """Write everything. To be called after the probes have been taken away."""
+    calls, probes, recording = seen.calls, seen.probes, seen.recording
     trace.version = expanse_ebpf.__version__
     wall_ns = time.time_ns() - time.monotonic_ns()
     base_ns = probes.spans[0][0] if probes.spans else time.monotonic_ns()
@@ -47,33 +49,36 @@ def fill(
     for begin, end in probes.spans:
         trace.spans.add(from_ns=begin + wall_ns, to_ns=end + wall_ns)
     threads = calls.threads()
-    _processes(trace, targets, threads, probes.refused)
+    _processes(trace, seen.targets, threads, probes.refused)
     for thread in threads:
-        name = thread_name(thread.pid, thread.tid)
+        name = seen.threads.get(thread.row, "")
         trace.threads.add(
             tid=thread.tid, pid=thread.pid, name=name, hits=thread.hits, launches=thread.launches
         )
     _totals(trace, calls, probes)
     for bucket, count in calls.gaps():
         trace.gaps.add(up_to_ns=gap_bound_ns(bucket), count=count)
-    window = calls.window
     trace.unpaired = sum(total.calls - total.timed for total in _timed(calls, probes))
-    trace.foreign_hits = window.foreign_hits
-    trace.events_lost = window.events_lost + recording.lost
-    for reason, count in sampler.unresolved(slot).items():
-        trace.stacks_unresolved[reason] += count
-    for reason, count in recording.unresolved.items():
-        trace.stacks_unresolved[reason] += count
-    paid = trace.price
-    paid.emulated_ns, paid.stepped_ns, paid.method, paid.points = *price, calls.method, probes.most
-    paid.hits = sum(thread.hits for thread in threads)
-    paid.stepped_hits = sum(thread.stepped for thread in threads)
-    paid.program_ns = sum(thread.program_ns for thread in threads)
-    if paid.hits:
-        paid.trap_ns = (sum(map(price.of, threads)) - paid.program_ns) / paid.hits
-    paid.attach_ms, paid.detach_ms = probes.attach_ns / 1e6, probes.detach_ns / 1e6
+    trace.foreign_hits = calls.window.foreign_hits
+    trace.events_lost = calls.window.events_lost + recording.lost
+    for reasons in (seen.unresolved, recording.unresolved):
+        for reason, count in reasons.items():
+            trace.stacks_unresolved[reason] += count
+    _price(trace, seen, threads)
     trace.functions.extend(counted.function.symbol for counted in probes.counted)
-    recording.fill(trace, base_ns, range(len(threads)), _kernels(trace, recording, names))
+    recording.fill(trace, base_ns, range(len(threads)), _kernels(trace, recording, seen.names))
+
+
+def _price(trace: Trace, seen: Seen, threads: Sequence[Thread]) -> None:
+    price, probes = trace.price, seen.probes
+    price.emulated_ns, price.stepped_ns = seen.price
+    price.method, price.points = seen.calls.method, probes.most
+    price.hits = sum(thread.hits for thread in threads)
+    price.stepped_hits = sum(thread.stepped for thread in threads)
+    price.program_ns = sum(thread.program_ns for thread in threads)
+    if price.hits:
+        price.trap_ns = seen.price.traps(price.hits, price.stepped_hits) / price.hits
+    price.attach_ms, price.detach_ms = probes.attach_ns / 1e6, probes.detach_ns / 1e6
 
 
 def _kernels(trace: Trace, recording: Recording, names: KernelNames) -> list[int]:
@@ -156,6 +161,20 @@ def thread_name(pid: int, tid: int) -> str:
     with suppress(OSError), open(f"/proc/{pid}/task/{tid}/comm", "rb") as file:
         return clean(file.read(64).rstrip(b"\n"), 32)
     return ""
+
+
+def cut_short(calls: GpuCalls, targets: Targets, probes: WindowProbes) -> str:
+    """What is missing in a trace that should be there; empty when nothing is."""
+    said = []
+    if calls.window.unplaced:
+        said.append(f"{calls.window.unplaced} calls are not counted: too many threads have called")
+    if targets.left_out:
+        said.append(f"{targets.left_out} processes were not looked at: the job has too many")
+    if calls.window.sites_lost or probes.sites.refused:
+        count = calls.window.sites_lost + sum(probes.sites.refused.values())
+        why = next(iter(probes.sites.refused), "too many places")
+        said.append(f"the end of calls is not seen at {count} places: {why}")
+    return "; ".join(said)
 
 
 def why_no_probe_point(targets: Targets) -> str:

@@ -23,6 +23,7 @@ class WindowSettings:
     cost_share: float = 0.02
     over_cost: str = "cycle"
     max_events: int = 200_000
+    uid: int | None = None  # only threads that run as this user; None: all of the job's
 
     def dumps(self) -> str:
         """As one line."""

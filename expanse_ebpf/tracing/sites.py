@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from expanse_ebpf.kernel.gpu_calls import GpuCalls
 from expanse_ebpf.python_stacks import mapped_files
+from expanse_ebpf.tracing.calibration import is_stepped
 
 if TYPE_CHECKING:
     from expanse_ebpf.kernel.uprobes import Probes
@@ -18,6 +20,7 @@ class _Place(NamedTuple):
     device: int
     inode: int
     offset: int
+    cookie: int
 
 
 class Sites:
@@ -57,7 +60,7 @@ class Sites:
 
     def _attach(self, place: _Place) -> None:
         path = f"/proc/self/fd/{self._files[place.device, place.inode]}"
-        for reason in self._probes.attach(path, [(place.offset, 0)], place.pid).values():
+        for reason in self._probes.attach(path, [(place.offset, place.cookie)], place.pid).values():
             self._places.discard(place)  # the process may be gone, too
             self._refuse(reason)
 
@@ -80,7 +83,9 @@ class Sites:
                 os.close(found)
             else:
                 self._files[key] = found
-            return _Place(pid, *key, address - mapping.start + mapping.offset)
+            offset = address - mapping.start + mapping.offset
+            stepped = is_stepped(os.pread(self._files[key], 2, offset))
+            return _Place(pid, *key, offset, GpuCalls.return_cookie(stepped=stepped))
         return None
 
     def close(self) -> None:

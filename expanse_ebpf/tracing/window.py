@@ -14,7 +14,6 @@ import signal
 import struct
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
@@ -22,10 +21,11 @@ from typing import IO
 from google.protobuf.message import DecodeError
 
 from expanse_ebpf.errors import ExpanseError
+from expanse_ebpf.export import trace_parts
 from expanse_ebpf.kernel import cpus
 from expanse_ebpf.kernel.gpu_calls import Call, End, GpuCalls, Inherited, Loaded, Record, Site
 from expanse_ebpf.kernel.lifecycle import HIERARCHIES, Configuration
-from expanse_ebpf.python_stacks.sampler import Sampler
+from expanse_ebpf.python_stacks.sampler import Sampler, Stack
 from expanse_ebpf.tracing import calibration, outcome
 from expanse_ebpf.tracing.budget import CostBudget, Decision
 from expanse_ebpf.tracing.functions import Layer
@@ -43,12 +43,10 @@ from expanse_ebpf.wire.collector_pb2 import (
     TRACE_STATE_OPEN,
     TRACE_STATE_WAITING,
     Trace,
-    TracePart,
     TraceReply,
     TraceStatus,
 )
 
-PART_BYTES = 512 << 10
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NICE = -15  # it rests most of the time, and must be there at once when the probes are to come off
 _NAME = b"expanse-trace"  # in ps and top
@@ -85,6 +83,8 @@ class Window:
         self._sampler.select_slots(False, {settings.slot: True})
         self._calls = GpuCalls(self._record, self._sampler.stacks, configuration)
         self._calls.window.stacks = settings.stacks
+        if settings.uid is not None:
+            self._calls.window.by_user, self._calls.window.uid = 1, settings.uid
         self._price = calibration.price(self._calls)
         self._probes = WindowProbes(self._calls)
         self._targets = Targets()
@@ -92,6 +92,7 @@ class Window:
         self._recording = Recording(settings.max_events)
         self._budget = CostBudget(settings.cost_share, settings.over_cost, settings.seconds)
         self._prepared: set[int] = set()
+        self._threads: dict[int, tuple[int, str]] = {}  # process and name, by row, of those that have called
         self._steps: dict[str, tuple[float, Callable[[], object]]] = {
             "records": (_RECORDS_S, self._consume),
             "scan": (_SCAN_S, self._scan),
@@ -132,7 +133,8 @@ class Window:
         elif self._budget.cut:
             self._end(TRACE_STATE_BUDGET, self._budget.cut)
         else:
-            self._end(TRACE_STATE_DONE, self._stopping)
+            missing = outcome.cut_short(self._calls, self._targets, self._probes)
+            self._end(TRACE_STATE_DONE, "; ".join(filter(None, (self._stopping, missing))))
 
     def _until_start(self) -> float:
         return (self._settings.start_ns - time.time_ns()) / 1e9
@@ -157,7 +159,8 @@ class Window:
         """Seconds that the thread has paid that paid most, and those of other jobs together."""
         threads = self._calls.threads()
         worst = max(map(self._price.of, threads), default=0.0)
-        return worst / 1e9, self._calls.window.foreign_hits * max(self._price) / 1e9
+        window = self._calls.window
+        return worst / 1e9, self._price.traps(window.foreign_hits, window.foreign_stepped) / 1e9
 
     # ---- between events
 
@@ -240,19 +243,25 @@ class Window:
         index, function = self._probes.function(call.point)
         if function.category == "load":
             return
+        if call.row not in self._threads:
+            thread = self._calls.thread(call.row)
+            self._threads[call.row] = thread.pid, outcome.thread_name(thread.pid, thread.tid)
         kernel = None
         if function.category not in _NO_KERNEL:
-            pid = self._calls.thread(call.row).pid
+            pid, _ = self._threads[call.row]
             how = {Layer.DRIVER: "handle", Layer.RUNTIME_WRAPPER: "caller"}.get(function.layer, "stub")
             kernel = Kernel(pid, call.target, how)
             if kernel not in self._recording.kernels and how != "handle":
                 self._names.want(pid, call.target)
         stack = 0
         if call.outcome == "resolved":
-            self._sampler.consume()  # it was described before it was counted
-            stack = self._recording.stack_index(call.stack, self._sampler.stack)
+            stack = self._recording.stack_index(call.stack, self._stack)
         kind = function.kind + 1 if function.kind_arg < 0 else call.kind
         self._recording.add(call, index, kernel, kind, timed=function.timed, stack=stack)
+
+    def _stack(self, row: int) -> tuple[Stack, bool]:
+        self._sampler.consume()  # it was described before it was counted
+        return self._sampler.stack(row)
 
     # ---- what it says
 
@@ -275,15 +284,15 @@ class Window:
         status.rule = trace.status.rule
         trace.status.CopyFrom(status)
         trace.stacks = self._settings.stacks
-        outcome.fill(
-            trace, self._calls, self._probes, self._targets, self._recording, self._names, self._sampler,
-            slot=self._settings.slot, price=self._price,
-        )  # fmt: skip
-        data = zlib.compress(trace.SerializeToString(), 6)
-        parts = max(1, -(-len(data) // PART_BYTES))
-        for index in range(parts):
-            part = data[index * PART_BYTES : (index + 1) * PART_BYTES]
-            self._write(TraceReply(part=TracePart(id=status.id, index=index, parts=parts, data=part)))
+        seen = outcome.Seen(
+            *(self._calls, self._probes, self._targets, self._recording, self._names),
+            threads={row: name for row, (_, name) in self._threads.items()},
+            unresolved=self._sampler.unresolved(self._settings.slot),
+            price=self._price,
+        )
+        outcome.fill(trace, seen)
+        for part in trace_parts.split(trace):
+            self._write(TraceReply(part=part))
 
     def _write(self, reply: TraceReply) -> None:
         data = reply.SerializeToString()
