@@ -7,7 +7,7 @@
  * where it returns to, which user space puts there when it is told of the place.
  */
 #define READ(destination, size, address) bpf_probe_read_user(destination, size, (const void *)(address))
-#include "python_walk.h"
+#include "python_rows.h"
 
 #define MAX_POINTS 4096
 #define MAX_TOTALS 2048
@@ -271,24 +271,6 @@ struct loaded_record {
 	u64 handle;
 	char name[MAX_KERNEL_NAME];
 };
-
-/* ---- the table of free rows of stacks is the sampler's ---- */
-
-struct {
-	__uint(type, BPF_MAP_TYPE_QUEUE);
-	__uint(max_entries, MAX_STACKS);
-	__type(value, u32);
-} free_rows SEC(".maps");
-
-static __always_inline bool take_row(u32 *row, struct python_control *shared)
-{
-	return !bpf_map_pop_elem(&free_rows, row);
-}
-
-static __always_inline void give_back_row(u32 *row, struct python_control *shared)
-{
-	bpf_map_push_elem(&free_rows, row, 0);
-}
 
 /* ---- registers ---- */
 

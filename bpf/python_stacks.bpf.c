@@ -6,23 +6,7 @@
  * its own stack can change until this is done: what is read is one moment's stack.
  */
 #define READ(destination, size, address) bpf_probe_read_user(destination, size, (const void *)(address))
-#include "python_walk.h"
-
-struct {
-	__uint(type, BPF_MAP_TYPE_QUEUE);
-	__uint(max_entries, MAX_STACKS);
-	__type(value, u32);
-} free_rows SEC(".maps");
-
-static __always_inline bool take_row(u32 *row, struct python_control *shared)
-{
-	return !bpf_map_pop_elem(&free_rows, row);
-}
-
-static __always_inline void give_back_row(u32 *row, struct python_control *shared)
-{
-	bpf_map_push_elem(&free_rows, row, 0);
-}
+#include "python_rows.h"
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
