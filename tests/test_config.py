@@ -127,6 +127,23 @@ def test_the_example_file_shows_every_setting_with_its_default() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("window_s", value) for value in (0, 121, float("nan"), float("inf"))),
+        *(("run_share", value) for value in (0, 1.1, float("nan"))),
+        *(("cost_share", value) for value in (0, 1.1)),
+        *(("max_window_s", value) for value in (0, 3601)),
+        *(("max_events", value) for value in (0, 10_000_000)),
+        ("pause_s", -1),
+        ("over_cost", "never"),
+    ],
+)
+def test_windows_are_within_reason(no_file: Path, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"tracing.{setting}"):
+        load(no_file, {}, {f"tracing.{setting}": value})
+
+
 def test_a_variable_with_a_typing_error_is_refused(no_file: Path) -> None:
     with pytest.raises(ConfigError, match="EXPANSE_AGENT_INTERVAL: no such setting"):
         load(no_file, {"EXPANSE_AGENT_INTERVAL": "5"})
