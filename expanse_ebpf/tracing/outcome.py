@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TEXT = 256
 _MOST_REASONS = 3  # that are told in one sentence
+_IN_WORDS = {"no_cuda": "nothing of CUDA or NCCL is loaded", "exited": "it has exited"}
 
 
 class Seen(NamedTuple):
@@ -181,8 +182,11 @@ def why_no_probe_point(targets: Targets) -> str:
     """In one sentence, why nothing could be probed."""
     reasons: dict[str, int] = {}
     for view in targets.views.values():
-        reason = view.reason or view.state.replace("_", " ")
+        reason = view.reason or _IN_WORDS.get(view.state, view.state.replace("_", " "))
         reasons[reason] = reasons.get(reason, 0) + 1
-    said = [f"{reason} ({count})" for reason, count in list(reasons.items())[:_MOST_REASONS]]
     count = len(targets.views)
-    return f"of {count} process{'' if count == 1 else 'es'}: {'; '.join(said)}"
+    said = [
+        reason if number == count else f"{reason} ({number} of {count})"
+        for reason, number in list(reasons.items())[:_MOST_REASONS]
+    ]
+    return f"{count} process{'' if count == 1 else 'es'}: {'; '.join(said)}"

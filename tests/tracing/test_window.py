@@ -119,14 +119,20 @@ def test_a_runtime_is_found_wherever_it_is_linked(
     assert level in {file.level for file in trace.files if file.symbols}
 
 
-def test_without_any_symbol_there_is_no_probe_point_and_no_trace(machine: Node, cuda: CudaStandIn) -> None:
+@pytest.mark.parametrize(
+    ("variant", "script"),
+    [("none", "say ready; wait"), ("static_stripped", "launch 1; say ready; wait; launch 1")],
+)
+def test_without_any_symbol_there_is_no_probe_point_and_no_trace(
+    machine: Node, cuda: CudaStandIn, variant: str, script: str
+) -> None:
     group = machine.job()
-    with cuda.launch("none", "say ready; wait", preexec_fn=into(group)) as program:
+    with cuda.launch(variant, script, route="none", preexec_fn=into(group)) as program:
         program.wait_for("ready")
         window = machine.window(group, seconds=1.0)
         assert window.end() == Trace()
         assert window.state == "no_probe_point"
-        assert "1 process" in window.last.reason
+        assert window.last.reason == "1 process: nothing of CUDA or NCCL is loaded"
         program.go()
 
 
