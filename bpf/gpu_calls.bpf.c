@@ -699,6 +699,21 @@ static __always_inline u64 wake_up_for_calls(void)
 	return full > size / 2 ? BPF_RB_FORCE_WAKEUP : BPF_RB_NO_WAKEUP;
 }
 
+static __always_inline void tell_of_load(struct thread_row *row, const struct pending *pending)
+{
+	struct loaded_record *record = bpf_ringbuf_reserve(&call_records, sizeof(*record), 0);
+
+	if (!record)
+		return;
+	record->kind = LOADED;
+	record->pid = row->pid;
+	if (READ(&record->handle, sizeof(record->handle), pending->written) ||
+	    bpf_probe_read_user_str(record->name, sizeof(record->name), (const void *)pending->name) < 0)
+		bpf_ringbuf_discard(record, BPF_RB_NO_WAKEUP);
+	else
+		bpf_ringbuf_submit(record, BPF_RB_NO_WAKEUP);
+}
+
 static __always_inline void seen(u32 key, struct point *point, struct task_struct *task, u32 slot,
 				 struct python_slot *python, struct python_control *shared, struct window *window,
 				 struct thread_row *row, u32 number, u64 now)
@@ -728,6 +743,11 @@ static __always_inline void seen(u32 key, struct point *point, struct task_struc
 		if (window->counting)
 			__sync_fetch_and_add(&total->nested, 1);
 		return;
+	}
+	if (row->pending.begin_ns && row->pending.name) {
+		/* A load whose end was not seen: it is over, and what it has written is still there. */
+		tell_of_load(row, &row->pending);
+		row->pending.begin_ns = 0;
 	}
 	outer->sp = sp;
 	outer->ret = ret;
@@ -788,6 +808,25 @@ static __always_inline struct thread_row *hit(struct task_struct *task, struct p
 	return row;
 }
 
+/*
+ * From Linux 6.13 on a program of this type has a stack that is the CPU's, on the ground that no two of them run on
+ * one CPU at the same time. In uprobes they do: these are preempted, where the kernel can be, and the next task's
+ * hit writes into the same stack. A program that has tail calls keeps to the stack of the task (verifier.c,
+ * check_max_stack_depth). There is nothing in this table, and so nothing is called.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, u32);
+} no_programs SEC(".maps");
+
+static __always_inline int nothing_to_do(struct pt_regs *registers)
+{
+	bpf_tail_call(registers, &no_programs, 0);
+	return 0;
+}
+
 SEC("uprobe")
 int on_call(struct pt_regs *registers)
 {
@@ -801,7 +840,7 @@ int on_call(struct pt_regs *registers)
 	struct thread_row *row;
 
 	if (!point || !shared || !window)
-		return 0;
+		return nothing_to_do(registers);
 	if (point->flags & CALIBRATION) {
 		__sync_fetch_and_add(&window->calibration_hits, 1);
 		return 0;
@@ -821,21 +860,6 @@ int on_call(struct pt_regs *registers)
 	return 0;
 }
 
-static __always_inline void tell_of_load(struct thread_row *row, const struct pending *pending)
-{
-	struct loaded_record *record = bpf_ringbuf_reserve(&call_records, sizeof(*record), 0);
-
-	if (!record)
-		return;
-	record->kind = LOADED;
-	record->pid = row->pid;
-	if (READ(&record->handle, sizeof(record->handle), pending->written) ||
-	    bpf_probe_read_user_str(record->name, sizeof(record->name), (const void *)pending->name) < 0)
-		bpf_ringbuf_discard(record, BPF_RB_NO_WAKEUP);
-	else
-		bpf_ringbuf_submit(record, BPF_RB_NO_WAKEUP);
-}
-
 /* Where timed calls return to. Others return there as well. */
 SEC("uprobe")
 int on_return(struct pt_regs *registers)
@@ -852,7 +876,7 @@ int on_return(struct pt_regs *registers)
 	struct point *point;
 
 	if (!shared || !window)
-		return 0;
+		return nothing_to_do(registers);
 	row = hit(bpf_get_current_task_btf(), shared, window, &slot, &python, &number);
 	if (!row)
 		return 0;

@@ -19,20 +19,15 @@ from google.protobuf.message import DecodeError
 from expanse_controller.allowance import Allowance
 from expanse_controller.limits import (
     MAX_PROFILES,
-    MAX_REPORT_PARTS,
-    MAX_TRACES,
     REMEDIES,
-    TRACE_REMEDIES,
     checked,
     drop_absurd_gpus,
     drop_absurd_jobs,
     node_fault,
-    part_fault,
     report_fault,
-    status_fault,
 )
 from expanse_controller.store import OUT_OF_ORDER, STORED, Item, Store
-from expanse_controller.traces import is_final
+from expanse_controller.trace_intake import TraceIntake
 from expanse_controller.windows import Windows
 from expanse_ebpf.wire.collector_pb2 import (
     Acknowledgement,
@@ -61,12 +56,7 @@ PROFILE_RESERVE_BYTES = 32 << 20
 # So many bytes that are unpacked count as one. Real profiles are packed to a sixth or less, with very long
 # names to a fiftieth; what is made for it to a thousandth, and a few bytes would make hours of work.
 PLAIN_PER_BYTE = 64
-# Of traces: a window of a node takes some MiB, and a rule may open one every minute and a half.
-TRACE_BYTES_PER_MINUTE = 8 << 20
-TRACE_RESERVE_BYTES = 256 << 20
-# Windows that a node has ended whose parts may still come: of older ones the store is asked.
-RECENT_WINDOWS = 256
-# Refused profiles and traces are told of in the log at this interval.
+# Refused profiles are told of in the log at this interval.
 TELL_S = 60.0
 
 STOPPING = "it is stopping"
@@ -105,9 +95,7 @@ class _Stream:
     waiting: int = 0  # reports taken and not committed
     failure: str = ""
     commands: deque[TraceRequest] = field(default_factory=deque)  # that are still to be sent
-    ended: dict[str, int] = field(
-        default_factory=dict
-    )  # windows to how many parts the trace has, 0: not known
+    ended: dict[str, int] = field(default_factory=dict)  # windows, see TraceIntake
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -149,9 +137,8 @@ class Ingest:
         self._waiting_bytes = 0  # of traces in the batch
         self._stopping = False
         self._allowance = Allowance(PROFILE_BYTES_PER_MINUTE / 60, PROFILE_RESERVE_BYTES)
-        self._trace_allowance = Allowance(TRACE_BYTES_PER_MINUTE / 60, TRACE_RESERVE_BYTES)
         self._told = -TELL_S  # when a refused profile was last told of
-        self._told_traces = -TELL_S
+        self._traces = TraceIntake(store, writer, self.figures)
 
     # ---- the streams
 
@@ -244,7 +231,7 @@ class Ingest:
             parts: Sequence[TracePart] = ()
             taken_out = bool(report.profiles or report.traces or report.trace_parts)
             if report.traces or report.trace_parts:
-                traces, parts = await self._traces(stream, report)
+                traces, parts = await self._traces.take(stream.node, stream.ended, report)
             if report.profiles:
                 profiles = await self._profiles(report)
             if taken_out:
@@ -293,69 +280,6 @@ class Ingest:
                 ),
             )
         return [profile for profile, fault in zip(profiles, faults, strict=True) if not fault]
-
-    async def _traces(self, stream: _Stream, report: Report) -> tuple[list[TraceStatus], list[TracePart]]:
-        """Take the final statuses and the parts out of `report`; those that can be stored.
-
-        Statuses of windows that wait or are open stay in the report.
-        """
-        refused: Counter[str] = Counter()
-        final: list[TraceStatus] = []
-        still: list[TraceStatus] = []
-        for number, status in enumerate(report.traces):
-            fault = "count" if number >= MAX_TRACES else status_fault(status)
-            if fault:
-                refused[fault] += 1
-                continue
-            kept = TraceStatus()
-            kept.CopyFrom(status)
-            (final if is_final(kept) else still).append(kept)
-        parts = []
-        for status in final:
-            stream.ended.setdefault(status.id, 0)
-        while len(stream.ended) > RECENT_WINDOWS:
-            del stream.ended[next(iter(stream.ended))]
-        for number, part in enumerate(report.trace_parts):
-            fault = "count" if number >= MAX_REPORT_PARTS else await self._part_fault(stream, part)
-            if fault:
-                refused[fault] += 1
-            else:
-                parts.append(TracePart())
-                parts[-1].CopyFrom(part)
-        report.ClearField("traces")
-        report.ClearField("trace_parts")
-        report.traces.extend(still)
-        self.figures.traces_refused.update(refused)
-        now = time.monotonic()
-        if refused and now - self._told_traces >= TELL_S:
-            self._told_traces = now
-            _log.warning(
-                "node %r: parts of traces are refused, %d since the start: %s",
-                stream.node.name,
-                self.figures.traces_refused.total(),
-                "; ".join(
-                    f"{count} ({reason}): {TRACE_REMEDIES[reason]}" for reason, count in refused.items()
-                ),
-            )
-        return final, parts
-
-    async def _part_fault(self, stream: _Stream, part: TracePart) -> str:
-        fault = part_fault(part)
-        if fault:
-            return fault
-        parts = stream.ended.get(part.id)
-        if parts is None:  # its end came on an earlier stream
-            parts = await asyncio.get_running_loop().run_in_executor(
-                self._writer, self._store.knows_window, stream.node, part.id
-            )
-            if parts is None:
-                return "window"
-        if parts not in (0, part.parts):
-            return "index"
-        if not self._trace_allowance.take(stream.name, len(part.data), time.monotonic()):
-            return "allowance"
-        stream.ended[part.id] = part.parts
-        return ""
 
     # ---- the store
 

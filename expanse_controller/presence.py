@@ -10,6 +10,7 @@ from expanse_controller.store import Boot, Newest
 MIN_SILENCE_S = 5.0
 CONFLICT_S = 60.0
 LISTED_S = 24 * 3600.0
+LABEL_CHARACTERS = 8  # of an installation's id
 
 
 def age_s(newest: Newest, now_ns: int) -> float:
@@ -28,3 +29,8 @@ def conflicts(boots: Sequence[Boot], now_ns: int) -> set[str]:
         boot.identity.name for boot in boots if boot.newest and age_s(boot.newest, now_ns) <= CONFLICT_S
     )
     return {name for name, installations in heard.items() if installations > 1}
+
+
+def labelled(name: str, install_id: str) -> str:
+    """The name of one of several installations that have it."""
+    return f"{name} ({install_id[:LABEL_CHARACTERS]})"

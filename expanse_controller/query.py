@@ -186,7 +186,7 @@ class Query:
             places = self._windows.find(request.key, request.run, nodes)
             opening = asyncio.create_task(self._windows.open(request, places))
             self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
+            opening.add_done_callback(self._opened)
             window = await asyncio.shield(opening)
         except RefusedError as error:
             yield refusal(request.key, error).SerializeToString()
@@ -196,6 +196,11 @@ class Query:
                 yield reply.SerializeToString()
         except ControllerError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    def _opened(self, opening: asyncio.Task[Window]) -> None:
+        self._opening.discard(opening)
+        if not opening.cancelled():
+            opening.exception()  # who has hung up does not hear of it, nor need the log
 
     async def traces(self, raw: bytes, context: Any) -> bytes:
         """Windows that are stored, the newest first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from expanse_controller import schema
 from expanse_controller.columns import COLUMNS, MAX_INTEGER
 from expanse_controller.limits import MAX_PROFILE_NS
+from expanse_controller.presence import labelled
 from expanse_controller.store import signed
 from expanse_ebpf.wire import keys
 from expanse_ebpf.wire.collector_pb2 import (
@@ -31,7 +33,7 @@ MAX_TRACES, USUAL_TRACES = 1000, 100
 _JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
     FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
 _BY_KEY = "jobs.id IN (SELECT job FROM job_names WHERE scheduler = ? AND name >= ? AND name < ?) "
-_TRACE = """SELECT boots.id, nodes.name, traces.status, evidence,
+_TRACE = """SELECT boots.id, nodes.name, nodes.install_id, traces.status, evidence,
     (SELECT coalesce(sum(length(data)), 0) FROM trace_parts WHERE trace = traces.id)
     FROM traces JOIN boots ON boots.id = traces.boot JOIN nodes ON nodes.id = boots.node """
 
@@ -194,12 +196,17 @@ class Reader:
             f"{_TRACE} WHERE {' AND '.join(where)} ORDER BY traces.id DESC LIMIT ?",
             (*values, min(limit or USUAL_TRACES, MAX_TRACES)),
         )
-        found = []
-        for boot, node, status, evidence, size in rows:
+        found, installations = [], []
+        for boot, node, install_id, status, evidence, size in rows:
             trace = StoredTrace.FromString(evidence)
             trace.status.CopyFrom(TraceStatus.FromString(status))
             trace.node, trace.bytes = node, size
             found.append((boot, trace))
+            installations.append(install_id)
+        several = Counter((trace.status.id, trace.node) for _, trace in found)
+        for (_, trace), install_id in zip(found, installations, strict=True):
+            if several[trace.status.id, trace.node] > 1:
+                trace.node = labelled(trace.node, install_id)
         return found
 
     def trace_part(self, window: str, boot: int, number: int) -> TracePart | None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 1.0  # for the last acknowledgements and the ends of the streams
 UPKEEP_S = 5.0
-RULES_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -213,9 +212,13 @@ class RuleWatch:
         return await self._call(self._engine.states) if self._engine else []
 
     async def run(self, figures: Figures) -> None:
-        """Look now and then, as long as the controller runs."""
-        while self._engine:
-            await asyncio.sleep(RULES_S)
+        """Look every LOOK_S, as long as the controller runs."""
+        if self._engine is None:
+            return
+        from expanse_controller.rules.engine import LOOK_S
+
+        while True:
+            await asyncio.sleep(LOOK_S)
             try:
                 await self.look(self._engine, figures)
             except Exception:  # what a rule makes of some figures must not end the controller

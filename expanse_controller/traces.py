@@ -19,11 +19,11 @@ _OPEN = (
     "INSERT OR IGNORE INTO traces (boot, time_ns, window, job, state, told, status, evidence) "
     "VALUES (?, ?, ?, ?, ?, 0, ?, ?)"
 )
-# The first word of a node about a window's end stays; that it is silent is no word of its own.
+# A node's last word about a window's end stays: what it called done may get lost on its way here. That it is
+# silent is no word of its own.
 _TELL = """INSERT INTO traces (boot, time_ns, window, job, state, told, status, evidence)
     VALUES (?, ?, ?, ?, ?, 1, ?, x'') ON CONFLICT (window, boot) DO UPDATE SET
-    job = coalesce(excluded.job, job), state = excluded.state, told = 1, status = excluded.status
-    WHERE told = 0"""
+    job = coalesce(excluded.job, job), state = excluded.state, told = 1, status = excluded.status"""
 _END = "UPDATE traces SET state = ?, status = ? WHERE window = ? AND boot = ? AND told = 0"
 _ADD_PART = """INSERT OR IGNORE INTO trace_parts (trace, part, parts, data)
     SELECT id, ?, ?, ? FROM traces WHERE window = ? AND boot = ?

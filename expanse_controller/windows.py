@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from expanse_controller.errors import ControllerError
-from expanse_controller.presence import age_s, is_silent
+from expanse_controller.presence import age_s, is_silent, labelled
 from expanse_controller.store import Boot, Item, Store
 from expanse_controller.traces import is_final
 from expanse_ebpf.wire import keys
@@ -42,8 +42,10 @@ USUAL_S = 25.0
 LONGEST_S = 3600.0
 # A job of a node that has been silent for longer is not looked for there.
 STALE_S = 600.0
-# So many reports without a part after a window's end mean that no further one comes.
+# So many reports without a word of an open window, or without a part after its end, mean that none comes.
 QUIET_REPORTS = 3
+# Reports that have waited behind more others do not count: while its link is cut a node holds back its parts.
+QUEUED_REPORTS = 1
 MAX_OPEN = 256
 LOOK_S = 1.0
 
@@ -89,7 +91,7 @@ class Target:
     has_ended: bool = False
     arrived: set[int] = field(default_factory=set)  # parts in the store
     parts: int = 0  # of how many; 0: not known
-    quiet: int = 0  # reports since the end without a part
+    quiet: int = 0  # reports without a word of it, and since its end without a part
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +107,12 @@ class Window:
     def has_ended(self) -> bool:
         """Whether nothing more comes from any node."""
         return all(target.has_ended for target in self.targets.values())
+
+    def label(self, node: Node) -> str:
+        """What the node is called: two installations may have one name."""
+        name, install_id = node
+        shared = sum(other == name for other, _ in self.targets) > 1
+        return labelled(name, install_id) if shared else name
 
 
 class Windows:
@@ -146,19 +154,26 @@ class Windows:
             if target is None or target.has_ended:
                 continue
             for status in (*item.report.traces, *item.traces):
-                if status.id == window.id and not is_final(target.status):
+                # A node may take its first last word back: a trace that was done may get lost on its way.
+                if status.id == window.id and (is_final(status) or not is_final(target.status)):
                     self._heard(target, status)
+                    target.quiet = -1  # this report is none of them
             parts = [part for part in item.parts if part.id == window.id and part.index not in target.arrived]
             for part in parts:
                 target.arrived.add(part.index)
                 target.parts = part.parts
+            if parts:
+                target.quiet = 0
+            elif item.report.collector.reports_unsent <= QUEUED_REPORTS:
+                target.quiet += 1
             if is_final(target.status):
-                target.quiet = 0 if parts else target.quiet + 1
                 whole = 0 < target.parts <= len(target.arrived)
                 if whole or target.quiet >= QUIET_REPORTS or not target.status.from_ns:
                     target.has_ended = True
                 if parts:
                     target.deadline = time.monotonic() + _patience_s(target.place.boot)
+            elif target.heard and target.quiet >= QUIET_REPORTS:
+                target.deadline = time.monotonic()  # an agent tells of an open window in every report
             self._changed(window)
 
     def _heard(self, target: Target, status: TraceStatus) -> None:
@@ -274,8 +289,8 @@ class Windows:
             while True:
                 changed.clear()
                 at_end = window.has_ended  # looked at before: what comes while something is sent is sent too
-                for (name, _), target in window.targets.items():
-                    status = target.status
+                for node, target in window.targets.items():
+                    status, name = target.status, window.label(node)
                     if sent.get(target) is not status:
                         sent[target] = status
                         yield TraceReply(node=name, status=status)
@@ -307,11 +322,7 @@ class Windows:
                     continue
                 target.has_ended = True
                 if not is_final(target.status):
-                    last = TraceState.Name(target.status.state).removeprefix("TRACE_STATE_").lower()
-                    target.status = _failed(
-                        target.status,
-                        f"no answer from {name} since its window was {last}" if target.heard else "no answer",
-                    )
+                    target.status = _failed(target.status, _why_given_up(name, target))
                     silent.append((target.place.boot, target.status))
                     self.outcomes[_word(target.status.state)] += 1
                 self._changed(window)
@@ -372,6 +383,14 @@ def _failed(status: TraceStatus, reason: str) -> TraceStatus:
     failed.CopyFrom(status)
     failed.state, failed.reason = TRACE_STATE_FAILED, reason
     return failed
+
+
+def _why_given_up(name: str, target: Target) -> str:
+    if not target.heard:
+        return "no answer"
+    if target.quiet >= QUIET_REPORTS:
+        return f"{name} says nothing of it any more: its agent was started anew, or gave it up"
+    return f"no answer from {name} since its window was {_word(target.status.state)}"
 
 
 def _word(state: TraceState) -> str:

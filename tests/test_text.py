@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expanse_ebpf.text import clean
+from expanse_ebpf.text import cell_width, clean, cut
 from expanse_ebpf.wire.collector_pb2 import Process
 
 REPLACEMENT = "\ufffd"
@@ -55,6 +55,22 @@ def test_anything_can_be_sent_and_shown(data: bytes | str, limit: int) -> None:
     assert Process.FromString(Process(command=text).SerializeToString()).command == text
     assert not any(ord(letter) < 0x20 or 0x7F <= ord(letter) < 0xA0 for letter in text)
     assert clean(text, limit) == text
+
+
+@given(st.text(), st.integers(0, 30))
+def test_a_line_is_cut_only_where_it_is_too_wide_and_says_so(line: str, width: int) -> None:
+    kept = cut(line, width)
+    if cell_width(line) <= width:
+        assert kept == line
+    else:
+        assert cell_width(kept) <= width
+        assert kept == (line[: len(kept) - 1] + "…" if width else "")
+
+
+def test_wide_letters_take_two_columns() -> None:
+    assert cut("深い学習", 8) == "深い学習"
+    assert cut("深い学習", 7) == "深い学…"
+    assert cut("深い学習", 6) == "深い…"
 
 
 def test_name_that_the_kernel_cut_within_a_letter() -> None:

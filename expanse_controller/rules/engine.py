@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 from expanse_controller.rules.expression import KNOWN, EvaluationError, context
 from expanse_controller.rules.figures import reading
 from expanse_controller.rules.history import History, JobReading, NodeReading, newest
-from expanse_controller.rules.rule import MAX_WINDOW_S, Rule
+from expanse_controller.rules.rule import Rule
 from expanse_controller.rules.subject import Part, Subject, of_all, of_each
+from expanse_controller.windows import USUAL_S
 from expanse_ebpf.wire.collector_pb2 import JOB_STATE_ENDED, Evidence, Report, RuleState, TraceRequest
 
 LOOK_S = 10.0  # so often
@@ -21,10 +21,12 @@ SILENT_S = 30.0
 # A node that was silent for so long has no part in its jobs any more.
 GONE_S = 300.0
 MAX_JOBS = 50_000  # that are looked at, each node's counted by itself
-MAX_STATES = 10_000  # that are told of: an answer has to fit gRPC's 4 MiB
+MAX_STATES_BYTES = 3 << 20  # of states that are told of: an answer has to fit gRPC's 4 MiB
 MAX_FIRED = 100_000  # firings that are remembered for their cooldown
-# From the end of a window to the next that another rule may open for the same job.
-BETWEEN_S = 10.0
+# From the end of a window to the next that another rule may open for the same job: nodes make a rule wait for
+# `tracing.pause_s` (60 s), from the end that they have seen, and a window that they refuse costs a cooldown.
+BETWEEN_S = 75.0
+RETRY_S = 60.0  # after a window that could not be opened
 
 FIRING, OK, NO_DATA = "firing", "ok", "no_data"
 STATES = (FIRING, NO_DATA, OK)  # in the order in which they are told
@@ -75,8 +77,6 @@ class Engine:
         self.rules = tuple(rules)
         self.fired: Counter[str] = Counter()  # by rule
         self.errors: Counter[str] = Counter()  # evaluations that failed, by rule
-        self.evaluation_s: dict[str, float] = {rule.name: 0.0 for rule in rules}
-        self.look_s = 0.0  # what the last look took
         self.overlooked = 0  # jobs past MAX_JOBS in it
         self._names = {
             each: {name for rule in rules if rule.each == each for name in rule.expression.names}
@@ -86,7 +86,7 @@ class Engine:
         self._history = History()
         self._standings: dict[_Place, _Standing] = {}
         self._fired: dict[tuple[str, str], tuple[int, _Place]] = {}  # by rule and job: when and where
-        self._busy: dict[str, int] = {}  # jobs with a window that is open by a rule: until when
+        self._busy: dict[str, tuple[int, int]] = {}  # jobs with a window by a rule: from and until when
 
     def look(self, nodes: Iterable[NodeView], now_ns: int) -> list[Firing]:
         """Evaluate all rules against the newest figures; the windows to be opened now.
@@ -95,8 +95,8 @@ class Engine:
         """
         views = [node for node in nodes if node.age_s <= GONE_S]
         for node in views:
-            if node.previous is not None:
-                self._history.seed(_read(node, node.previous))
+            if node.previous is not None and not self._history.knows((node.name, node.install_id)):
+                self._history.spans(_read(node, node.previous))
         fired = self.step((_read(node, node.current) for node in views), now_ns)
         return [firing for firing in fired if firing.rule.action == "trace"]
 
@@ -107,17 +107,22 @@ class Engine:
             standing.window, standing.reason = window_id, ""
 
     def refused(self, firing: Firing, reason: str) -> None:
-        """It has not, for this reason. The rule's cooldown goes on all the same."""
+        """It has not, for this reason. The rule may fire again soon, whatever its cooldown."""
         self._busy.pop(firing.key, None)
+        place = (firing.rule.name, firing.key)
+        if place in self._fired:
+            at_ns, where = self._fired[place]
+            self._fired[place] = at_ns - round(max(0.0, firing.rule.cooldown_s - RETRY_S) * 1e9), where
         standing = self._standing(firing)
         if standing is not None:
             standing.reason = reason
 
     def states(self) -> list[RuleState]:
-        """How the rules stand: what fires first, then what has no data; at most MAX_STATES."""
+        """How the rules stand: what fires first, then what has no data; at most MAX_STATES_BYTES."""
         found = sorted(self._standings.items(), key=lambda item: (STATES.index(item[1].state), item[0]))
-        return [
-            RuleState(
+        told, room = [], MAX_STATES_BYTES
+        for (number, key, node), standing in found:
+            state = RuleState(
                 rule=self.rules[number].name,
                 key=key,
                 node=node,
@@ -127,8 +132,11 @@ class Engine:
                 evidence=standing.evidence if standing.state == FIRING else (),
                 window=standing.window,
             )
-            for (number, key, node), standing in found[:MAX_STATES]
-        ]
+            room -= state.ByteSize()
+            if room < 0:
+                break
+            told.append(state)
+        return told
 
     def standings(self) -> Iterator[tuple[tuple[str, str, str], str]]:
         """Rule, job and node (empty: the job as a whole), and the state."""
@@ -141,7 +149,6 @@ class Engine:
 
     def step(self, nodes: Iterable[NodeReading], now_ns: int) -> list[Firing]:
         """As `look`, of what was read from reports already; with the rules that open no window."""
-        begin = time.perf_counter()
         jobs = self._jobs(nodes)
         self._forget(now_ns)
         standings: dict[_Place, _Standing] = {}
@@ -149,7 +156,6 @@ class Engine:
             firing for key, parts in jobs.items() for firing in self._look_at(key, parts, now_ns, standings)
         ]
         self._standings = standings
-        self.look_s = time.perf_counter() - begin
         return fired
 
     # ---- one look
@@ -171,8 +177,7 @@ class Engine:
             for place, fired in list(self._fired.items())[-MAX_FIRED:]
             if 0 <= now_ns - fired[0] < cooldown_ns[place[0]]
         }
-        longest_ns = int((MAX_WINDOW_S + BETWEEN_S) * 1e9)
-        self._busy = {key: until for key, until in self._busy.items() if 0 < until - now_ns <= longest_ns}
+        self._busy = {key: span for key, span in self._busy.items() if span[0] <= now_ns < span[1]}
 
     def _look_at(
         self, key: str, parts: Sequence[Part], now_ns: int, standings: dict[_Place, _Standing]
@@ -189,13 +194,11 @@ class Engine:
                 if not reason:
                     if id(subject) not in made:
                         made[id(subject)] = context(subject.values, self._optional)
-                    begin = time.perf_counter()
                     try:
                         is_true = rule.expression.evaluate(made[id(subject)])
                     except EvaluationError as error:
                         self.errors[rule.name] += 1
                         reason = f"cannot be evaluated: {error}"
-                    self.evaluation_s[rule.name] += time.perf_counter() - begin
                 _stand(standing, rule, is_true, reason, now_ns)
                 if standing.state == FIRING and self._is_due(rule, key, standing, now_ns):
                     standing.evidence = _evidence(rule, subject, node)
@@ -227,7 +230,7 @@ class Engine:
         if key in self._busy:
             standing.reason = "waits until another window of this job has ended"
             return False
-        self._busy[key] = now_ns + int((rule.seconds + BETWEEN_S) * 1e9)
+        self._busy[key] = now_ns, now_ns + int(((rule.seconds or USUAL_S) + BETWEEN_S) * 1e9)
         return True
 
     def _standing(self, firing: Firing) -> _Standing | None:

@@ -256,7 +256,7 @@ def of_job(figure: Figure, spans: Sequence[Span]) -> float | bool | list[int]:
         term = figure.term(span)
         if term is not None:
             terms.append(term)
-        elif not figure.is_gpu or span.new[_GPUS] is not None:
+        elif not figure.is_gpu or span.new[_GPUS]:
             unknown.append(place)
     if not unknown and terms:
         value = _combined(figure, terms)

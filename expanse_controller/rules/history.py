@@ -45,10 +45,9 @@ class History:
     def __init__(self) -> None:
         self._kept: dict[Node, dict[tuple[str, int], _Kept]] = {}
 
-    def seed(self, node: NodeReading) -> None:
-        """Take an earlier report of a node, unless there is one already."""
-        if (node.name, node.install_id) not in self._kept:
-            self.spans(node)
+    def knows(self, node: Node) -> bool:
+        """Whether it has seen a report of that node."""
+        return node in self._kept
 
     def spans(self, node: NodeReading) -> list[tuple[JobReading, Span]]:
         """The node's jobs, of each key its newest run, with the time that its rates are over."""

@@ -306,7 +306,7 @@ def write(title: str, windows: Windows, file: PerfettoFile | None, as_json: bool
         said = {
             "job": title,
             "window": windows.id or None,
-            "nodes": windows.as_json(),
+            "nodes": windows.as_json(lost),
             "summary": summary.as_json() if summary is not None else None,
             "file": str(file.path) if file is not None and traces and failure is None else None,
         }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -18,7 +17,6 @@ from expanse_ebpf.wire.collector_pb2 import (
     TRACE_STATE_OPEN,
     TRACE_STATE_WAITING,
     JobIdentity,
-    NodeRequest,
     Trace,
     TracePart,
     TraceReply,
@@ -28,48 +26,18 @@ from expanse_ebpf.wire.collector_pb2 import (
 )
 from expanse_ebpf.wire.transport import MAX_TRACE_PARTS
 
-SILENCE_S = 60.0  # an agent says how its window stands every second; in the end it resolves names
 MAX_BYTES = 512 << 20  # of all parts of all nodes
 _REDRAW_S = 0.5
 
 
 def by_agent(path: str, request: TraceRequest, enough: Callable[[], bool]) -> Iterator[TraceReply]:
-    """What the agent at `path` says of a window, to its end, and the trace; `enough()` ends the window now.
-
-    Raises UnavailableError when no agent answers, or refuses; UnknownJobError when it knows no such job.
-    """
-    with client._connect(path) as connection:
-        client._send(connection, path, NodeRequest(trace=request))
-        heard = time.monotonic()
-        told = False
-
-        def look() -> bool:
-            nonlocal told
-            if enough() and not told:
-                told = True
-                connection.shutdown(socket.SHUT_WR)
-            if time.monotonic() > heard + SILENCE_S:
-                raise UnavailableError(
-                    f"the agent on {path} has said nothing for {SILENCE_S:.0f} s; see its log"
-                )
-            return False  # a reply that has come in part must not be lost
-
-        first = True
-        while True:
-            try:
-                reply = client._receive(connection, path, stop=look)
-            except client.HungUpError:
-                if first:
-                    raise
-                return
-            except UnavailableError as error:
-                if str(error).startswith("no job "):
-                    raise UnknownJobError(str(error)) from None
-                raise
-            assert reply is not None  # `look` ends nothing
-            first, heard = False, time.monotonic()
-            yield reply.trace
-            look()
+    """As client.trace; raises UnknownJobError too, when the agent knows no such job."""
+    try:
+        yield from client.trace(path, request, enough)
+    except UnavailableError as error:
+        if str(error).startswith("no job "):
+            raise UnknownJobError(str(error)) from None
+        raise
 
 
 class Windows:
@@ -114,14 +82,22 @@ class Windows:
                 try:
                     traces.append(trace_parts.join(parts[index] for index in sorted(parts)))
                 except TraceError as error:
-                    lost[node] = str(error)
+                    lost[node] = _joined(str(error), status.reason)
             elif status.state <= TRACE_STATE_DONE:
-                lost[node] = f"the trace has not come; the window was last seen {state_name(status)}"
+                last = f"the trace has not come; the window was last seen {state_name(status)}"
+                lost[node] = _joined(last, status.reason)
         return traces, lost
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """How the window stands on each node."""
-        return [status_as_json(node, status) for node, status in sorted(self.statuses.items())]
+    def as_json(self, lost: Mapping[str, str]) -> list[dict[str, Any]]:
+        """How the window stands on each node; `lost` says why a trace that should be there is not."""
+        return [
+            {**status_as_json(node, status), "lost": lost.get(node)}
+            for node, status in sorted(self.statuses.items())
+        ]
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def state_name(status: TraceStatus) -> str:

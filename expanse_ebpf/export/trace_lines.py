@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import unicodedata
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
+from expanse_ebpf import text
 from expanse_ebpf.export.trace_summary import Calls, Figures, Summary, ranked
 
 _SHOWN = 5  # kernels, lines and the like
@@ -16,7 +16,7 @@ _UNLIKE = 0.2  # off the median of the nodes is said
 def lines(summary: Summary, width: int | None = None) -> list[str]:
     """The summary, at most `width` columns wide."""
     found = [*_head(summary), *_figures(summary.total), *_nodes(summary.nodes)]
-    return found if width is None else [_fit(line, width) for line in found]
+    return found if width is None else [text.cut(line, width) for line in found]
 
 
 def _head(summary: Summary) -> Iterator[str]:
@@ -31,14 +31,14 @@ def _head(summary: Summary) -> Iterator[str]:
         begin, end = (_clock(at) for at in (total.from_ns, total.to_ns))
         seconds = (total.to_ns - total.from_ns) / 1e9
         yield (
-            f"{begin} to {end} UTC, {seconds:.1f} s, traced for {_percent(total.traced_share)} of it, "
-            f"cost {_percent(total.cost_share)}"
+            f"{begin} to {end} UTC, {seconds:.1f} s, traced for {text.percent(total.traced_share)} of it, "
+            f"cost {text.percent(total.cost_share)}"
         )
     if total.prices:
         hits, inside = (sum(getattr(p, figure) for p in total.prices) for figure in ("hits", "program_ns"))
         trap = max(price.trap_ns for price in total.prices)
-        program = f" and {_time(inside / hits)} in its program" if hits else ""
-        yield f"{_number(hits, 'hit')} of probes, each {_time(trap)}{program}"
+        program = f" and {text.nanoseconds(inside / hits)} in its program" if hits else ""
+        yield f"{_number(hits, 'hit')} of probes, each {text.nanoseconds(trap)}{program}"
 
 
 def _figures(all_of: Figures) -> Iterator[str]:
@@ -64,12 +64,12 @@ def _launches(all_of: Figures) -> str:
     graphs = all_of.calls("graph").calls
     line = _number(all_of.launches, "launch", "launches")
     if all_of.rate is not None:
-        line += f", {_count(all_of.rate)}/s"
+        line += f", {text.count(all_of.rate)}/s"
     if graphs:
         line += f", and {graphs} of graphs"
     if all_of.gaps:
         gaps = ", ".join(
-            f"{_time(value) if value is not None else 'beyond the last bucket'} {key}"
+            f"{text.nanoseconds(value) if value is not None else 'beyond the last bucket'} {key}"
             for key, value in all_of.gaps.items()
         )
         line += f"; from one to the next {gaps}"
@@ -80,7 +80,7 @@ def _kernels(all_of: Figures) -> Iterator[str]:
     if all_of.kernels:
         yield f"kernels, of {_of_events(all_of.kernels.total(), all_of)}:"
         for kernel, count in ranked(all_of.kernels, _SHOWN):
-            yield f"  {_percent(count / all_of.kernels.total()):>6}  {kernel}"
+            yield f"  {text.percent(count / all_of.kernels.total()):>6}  {kernel}"
         yield from _more(len(all_of.kernels), "kernels")
     for reason, count in ranked(all_of.unnamed):
         yield f"  {_number(count, 'launch', 'launches')} of kernels without a name: {reason}"
@@ -90,7 +90,7 @@ def _python(all_of: Figures) -> Iterator[str]:
     if all_of.lines:
         yield f"Python lines, of {_of_events(all_of.lines.total(), all_of)} with a stack:"
         for frame, count in ranked(all_of.lines, _SHOWN):
-            yield f"  {_percent(count / all_of.lines.total()):>6}  {frame.name}  {frame.place}"
+            yield f"  {text.percent(count / all_of.lines.total()):>6}  {frame.name}  {frame.place}"
         yield from _more(len(all_of.lines), "lines")
     if all_of.unresolved:
         reasons = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in ranked(all_of.unresolved))
@@ -101,10 +101,10 @@ def _calls(all_of: Figures) -> Iterator[str]:
     if syncs := all_of.categories.get("sync"):
         line = _number(syncs.calls, "synchronisation")
         if syncs.timed:
-            line += f", {_time(syncs.time_ns)} in the {syncs.timed} whose end was seen"
+            line += f", {text.nanoseconds(syncs.time_ns)} in the {syncs.timed} whose end was seen"
         if all_of.waiting_thread:
             thread, share = all_of.waiting_thread
-            line += f"; most in {thread}, {_percent(share)} of the traced time"
+            line += f"; most in {thread}, {text.percent(share)} of the traced time"
         yield line
     for table, title in ((all_of.copies, "copies"), (all_of.collectives, "collectives")):
         if table:
@@ -126,14 +126,14 @@ def _nodes(nodes: list[Figures]) -> Iterator[str]:
         if node.rate is not None:
             unlike = usual > 0 and abs(node.rate / usual - 1) > _UNLIKE
             parts.append(
-                f"{_count(node.rate)}/s" + (f" ({node.rate / usual:.2f} of the median)" if unlike else "")
+                f"{text.count(node.rate)}/s" + (f" ({node.rate / usual:.2f} of the median)" if unlike else "")
             )
         if (gap := node.gaps.get("median")) is not None:
-            parts.append(f"{_time(gap)} median gap")
+            parts.append(f"{text.nanoseconds(gap)} median gap")
         if node.waiting_thread:
-            parts.append(f"{_percent(node.waiting_thread[1])} in synchronisations")
+            parts.append(f"{text.percent(node.waiting_thread[1])} in synchronisations")
         if node.from_ns:
-            parts.append(f"traced {_percent(node.traced_share)}")
+            parts.append(f"traced {text.percent(node.traced_share)}")
         yield f"node {node.node}: {', '.join(parts)}" + (f" ({node.reason})" if node.reason else "")
 
 
@@ -144,14 +144,14 @@ def _of_events(count: int, all_of: Figures) -> str:
 
 
 def _sized(calls: Calls) -> str:
-    text = f", {_size(calls.bytes)}" if calls.sized else ""
+    said = f", {text.size(calls.bytes)}" if calls.sized else ""
     if 0 < calls.sized < calls.calls:
-        text += f" in the {calls.sized} whose size is known"
+        said += f" in the {calls.sized} whose size is known"
     if calls.timed:
-        text += f", {_time(calls.time_ns)} in {calls.timed} of them"
+        said += f", {text.nanoseconds(calls.time_ns)} in {calls.timed} of them"
     if calls.communicators:
-        text += f", {_number(len(calls.communicators), 'communicator')}"
-    return text
+        said += f", {_number(len(calls.communicators), 'communicator')}"
+    return said
 
 
 def _more(count: int, what: str) -> Iterator[str]:
@@ -172,45 +172,3 @@ def _clock(time_ns: int) -> str:
         return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
         return f"{time_ns} ns"
-
-
-# As in the screen's figures, which nothing here may use: exports lie below it.
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.1f}%"
-
-
-def _count(value: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5:
-            return f"{value:.0f}{unit}" if not unit or value >= 99.95 else f"{value:.1f}{unit}"
-        value /= 1000
-    return f"{value:.0f}T"
-
-
-def _time(ns: float) -> str:
-    for unit in ("ns", "µs", "ms"):
-        if ns < 999.5:
-            return f"{ns:.0f} {unit}" if ns >= 9.95 or unit == "ns" else f"{ns:.1f} {unit}"
-        ns /= 1000
-    return f"{ns:.2f} s"
-
-
-def _size(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1023.5:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} PiB"
-
-
-def _fit(line: str, width: int) -> str:
-    kept: list[str] = []
-    room = width
-    for place, sign in enumerate(line):
-        room -= 0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
-        if room < 0:
-            return "".join(kept[: max(0, place - 1)]) + "…" if width > 0 else ""
-        kept.append(sign)
-    return line

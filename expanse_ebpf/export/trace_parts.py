@@ -10,8 +10,8 @@ from google.protobuf.message import DecodeError
 from expanse_ebpf.export.trace_reader import TraceError
 from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import Trace, TracePart
+from expanse_ebpf.wire.transport import MAX_TRACE_PART_BYTES
 
-PART_BYTES = 512 << 10
 # More than any real trace has: one of 2,000,000 events takes some 40 MiB.
 UNPACKED_BYTES = 256 << 20
 
@@ -19,7 +19,7 @@ UNPACKED_BYTES = 256 << 20
 def split(trace: Trace) -> list[TracePart]:
     """The parts, in their order; at least one."""
     data = zlib.compress(trace.SerializeToString(deterministic=True), 6)
-    pieces = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
+    pieces = [data[at : at + MAX_TRACE_PART_BYTES] for at in range(0, len(data), MAX_TRACE_PART_BYTES)]
     return [
         TracePart(id=trace.status.id, index=index, parts=len(pieces), data=piece)
         for index, piece in enumerate(pieces)
@@ -70,5 +70,5 @@ def _fits(part: TracePart, first: TracePart, place: int) -> None:
         raise TraceError(f"part {place} of the trace is missing: part {part.index} came instead")
     if part.index >= part.parts:
         raise TraceError(f"part {part.index} of the trace is one too many: it has {part.parts}")
-    if len(part.data) > PART_BYTES:
-        raise TraceError(f"part {part.index} of the trace is larger than {PART_BYTES} bytes")
+    if len(part.data) > MAX_TRACE_PART_BYTES:
+        raise TraceError(f"part {part.index} of the trace is larger than {MAX_TRACE_PART_BYTES} bytes")

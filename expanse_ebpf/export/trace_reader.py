@@ -15,7 +15,7 @@ from expanse_ebpf.errors import ExpanseError
 from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import Trace, TraceFrame
 
-# cudaMemcpyKind, by number.
+# cudaMemcpyKind, by number: the last leaves it to the runtime to find out.
 COPY_KINDS = ("host_to_host", "host_to_device", "device_to_host", "device_to_device", "default")
 LAUNCHES = ("launch", "graph")
 END_OF_TIME = (1 << 63) - 1  # the last nanosecond that Perfetto has a number for

@@ -38,6 +38,7 @@ ABILITIES = {
     "bpf_loop": ((5, 17), "Python threads are seen while they run, not while they wait"),
     "uprobe_multi links": ((6, 6), "a uprobe takes a perf event for each symbol"),
     "sleepable task iterator": ((5, 18), "Python threads are seen while they run, not while they wait"),
+    "attach cookies": ((5, 15), "probes cannot be told apart: no deep traces"),
 }
 
 # What can be sampled, as expanse_ebpf/python_stacks/layouts.py has it.
@@ -210,6 +211,34 @@ def python_stacks(enabled: bool, why_not: str, waiting: int, release: str) -> Fi
     old = parse_release(release) < (major, minor)
     why = f"needs Linux {major}.{minor}" if old else f"refused ({errno.errorcode.get(waiting, waiting)})"
     return Finding(name, "warning", f"on CPUs, {PYTHONS} (tried); waiting threads are not seen: {why}")
+
+
+def deep_traces(enabled: bool, why_not: str, method: str) -> Finding:
+    """Windows in which every call of CUDA functions is seen, as they were tried.
+
+    `why_not`: why there can be none, with the remedy after "; ", empty when there can. `method`: how
+    functions are probed, see kernel/uprobes.py. None of it is required.
+    """
+    name = "deep traces"
+    if not enabled:
+        return Finding(name, "ok", "switched off (sources.traces)")
+    if why_not:
+        cause, _, remedy = why_not.partition("; ")
+        return Finding(name, "warning", f"calls of CUDA functions cannot be traced: {cause}", remedy)
+    how = "uprobe_multi links" if method == "uprobe_multi" else "a perf event for each function"
+    return Finding(name, "ok", f"calls of CUDA functions are probed by {how} (tried)")
+
+
+def kernel_names(bcc: bool) -> Finding:
+    """Whether BCC's library is there, which deep traces ask for the names of GPU kernels."""
+    if bcc:
+        return Finding("names of GPU kernels", "ok", "looked up by BCC, in deep traces")
+    return Finding(
+        "names of GPU kernels",
+        "warning",
+        "no libbcc.so.0 (BCC): deep traces show most GPU kernels without their names",
+        "install it (Debian: apt-get install python3-bpfcc)",
+    )
 
 
 # ---- counters

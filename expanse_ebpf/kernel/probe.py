@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import platform
 import resource
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from expanse_ebpf import config as configuration
-from expanse_ebpf.config import Config
+from expanse_ebpf.config import Config, SourcesConfig
 from expanse_ebpf.errors import ConfigError, UnavailableError
 from expanse_ebpf.jobs import hierarchies
 from expanse_ebpf.kernel import cpus, features, gpu_probe, libbpf, perf, trials
 from expanse_ebpf.kernel.features import Finding
 
+if TYPE_CHECKING:
+    from expanse_ebpf.kernel.uprobes import Probes
+
 BTF = "/sys/kernel/btf/vmlinux"
-OBJECTS = ("cpu_accounting", "task_lifecycle", "python_stacks", "python_waits")
+OBJECTS = ("cpu_accounting", "task_lifecycle", "python_stacks", "python_waits", "gpu_calls")
+BCC = "libbcc.so.0"  # as in tracing/symbols.py, which this package may not import
 CONNECT_S = 2.0
 
 
@@ -86,6 +91,51 @@ def load_python_stacks() -> tuple[str, int]:
     return "", 0
 
 
+def load_gpu_calls() -> tuple[str, str]:
+    """Probe a function that nobody calls for a moment: (why that cannot be, how it was done)."""
+    from expanse_ebpf.kernel.gpu_calls import GpuCalls, supported
+    from expanse_ebpf.kernel.lifecycle import Configuration
+    from expanse_ebpf.kernel.python_stacks import PythonStacks
+
+    if supported():
+        return supported(), ""
+    try:
+        stacks = PythonStacks(lambda record: None, 0)
+        try:
+            calls = GpuCalls(lambda record: None, stacks, Configuration(0, 0, 0, cpus.count()))
+            try:
+                refused = _probe_file_in_memory(calls.calls, calls.add_calibration())
+            finally:
+                calls.close()
+        finally:
+            stacks.close()
+    except libbpf.BpfError as error:
+        return f"{error}: {explain(error.errno)}", ""
+    except (UnavailableError, OSError) as error:
+        return str(error), ""
+    return f"a probe in a file is refused: {refused}; see the kernel log" if refused else "", calls.method
+
+
+def _probe_file_in_memory(probes: Probes, cookie: int) -> str:
+    """Why the kernel takes no probe in a file that nobody runs; empty when it does."""
+    file = os.memfd_create("expanse-trial")
+    try:
+        os.write(file, bytes([0x90]) * resource.getpagesize())
+        refused = probes.attach(f"/proc/self/fd/{file}", [(0, cookie)])
+    finally:
+        os.close(file)
+    return "".join(refused.values())
+
+
+def has_bcc() -> bool:
+    """Whether BCC's library can be loaded; its initialisers run in this process."""
+    try:
+        ctypes.CDLL(BCC)
+    except OSError:
+        return False
+    return True
+
+
 def findings(config: Config) -> list[Finding]:
     """Everything about this node, in the order in which it is shown."""
     status = read("/proc/self/status") or ""
@@ -94,7 +144,7 @@ def findings(config: Config) -> list[Finding]:
     found = [features.kernel(release, machine)]
     has_btf = Path(BTF).exists()
     found.append(features.btf(has_btf))
-    found += _bpf_findings(machine, release, config.sources.python)
+    found += _bpf_findings(machine, release, config.sources)
     found.append(_cgroups())
     counters = config.cpu.counters
     found.append(features.pmu(perf.self_test(counters)))
@@ -143,7 +193,7 @@ def explain(code: int) -> str:
     )
 
 
-def _bpf_findings(machine: str, release: str, stacks: bool) -> list[Finding]:
+def _bpf_findings(machine: str, release: str, wanted: SourcesConfig) -> list[Finding]:
     try:
         version: str | None = libbpf.version()
     except UnavailableError:
@@ -162,14 +212,19 @@ def _bpf_findings(machine: str, release: str, stacks: bool) -> list[Finding]:
             features.ability("bpf_loop", trials.load_loop(), release),
             features.ability("uprobe_multi links", trials.link_uprobe_multi(), release),
             features.ability("sleepable task iterator", trials.link_sleepable_task_iterator(), release),
+            features.ability("attach cookies", trials.load_attach_cookie(), release),
         ]
     if version is not None and shipped == names and not program and not ring:
         code, what = load_objects()
         found.append(
             features.bpf_part("collector's programs", code, f"{what}: {explain(code)}" if code else "")
         )
-        why_not, waiting = load_python_stacks() if stacks else ("", 0)
-        found.append(features.python_stacks(stacks, why_not, waiting, release))
+        why_not, waiting = load_python_stacks() if wanted.python else ("", 0)
+        found.append(features.python_stacks(wanted.python, why_not, waiting, release))
+        why_not, method = load_gpu_calls() if wanted.traces else ("", "")
+        found.append(features.deep_traces(wanted.traces, why_not, method))
+        if wanted.traces and not why_not:
+            found.append(features.kernel_names(has_bcc()))
     return found
 
 

@@ -23,7 +23,7 @@ _RING_BUFFER = 27
 _KPROBE, _RAW_TRACEPOINT, _TRACING = 2, 17, 26
 _TRACE_ITER = 28
 _SLEEPABLE = 1 << 4
-_BPF_LOOP, _COPY_FROM_USER_TASK = 181, 191
+_GET_ATTACH_COOKIE, _BPF_LOOP, _COPY_FROM_USER_TASK = 174, 181, 191
 
 
 class _RefusedError(Exception):
@@ -160,6 +160,11 @@ def load_loop() -> int:
         )
 
     return _tried(steps)
+
+
+def load_attach_cookie() -> int:
+    """Load a probe's program that asks for the number which that probe was given."""
+    return _tried(lambda trial: trial.load(_KPROBE, _call(_GET_ATTACH_COOKIE) + _RETURN_0))
 
 
 def link_uprobe_multi() -> int:

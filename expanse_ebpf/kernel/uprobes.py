@@ -7,12 +7,18 @@ import os
 import platform
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import addressof, c_uint64, create_string_buffer
 
 from expanse_ebpf.kernel import bpf_call, libbpf, trials
 from expanse_ebpf.kernel.bpf_call import LINK_CREATE, TRACE_UPROBE_MULTI
+from expanse_ebpf.kernel.features import ABILITIES
 
 MULTI, PERF = "uprobe_multi", "perf"
+_AT_ONCE = 32  # links that are taken away
+NO_PLACE = "its first instruction takes no probe"
+
+_ENOTSUPP = 524  # of include/linux/errno.h: user space has no such error
 
 # struct link_create of bpf(2) for uprobe_multi: program, target, attach type, flags; path, offsets, reference
 # counters, cookies, their number, flags, pid.
@@ -25,11 +31,18 @@ def method() -> str:
 
 
 def supported() -> str:
-    """Why no probe can be told from another one here; empty when they can be."""
-    major, minor = (int(part) for part in platform.release().split(".", 2)[:2])
-    if (major, minor) < (5, 15):
-        return f"probes in programs bear no number before Linux 5.15; this is {platform.release()}"
-    return ""
+    """Why no probe can be told from another one here, and the remedy after "; ". Empty when they can be.
+
+    It is tried: there are older kernels by their number that have it.
+    """
+    if trials.load_attach_cookie() != errno.EINVAL:  # another error says nothing of the kernel
+        return ""
+    (major, minor), without = ABILITIES["attach cookies"]
+    return f"{platform.release()} has no attach cookies, {without}; boot Linux {major}.{minor} or newer"
+
+
+def _reason(code: int) -> str:
+    return NO_PLACE if code == _ENOTSUPP else os.strerror(code)
 
 
 class Probes:
@@ -63,9 +76,9 @@ class Probes:
                     self._links.append(self._program.probe(path, offset, cookie, pid))
                 self.count += 1
             except OSError as error:
-                refused[offset] = os.strerror(error.errno or errno.EIO)
+                refused[offset] = _reason(error.errno or errno.EIO)
             except libbpf.BpfError as error:
-                refused[offset] = os.strerror(error.errno)
+                refused[offset] = _reason(error.errno)
         return refused
 
     def _multi(self, path: str, places: Sequence[tuple[int, int]], pid: int) -> int:
@@ -80,10 +93,9 @@ class Probes:
 
     def detach(self) -> None:
         """Take all away; safe when there is none."""
-        for link in self._links:
-            if self._by == MULTI:
-                os.close(link)
-            else:
-                libbpf.unlink(link)
-        self._links.clear()
+        links, self._links = self._links, []
+        if links:
+            # The kernel waits, some 30 ms for each, until no CPU can be in the probe any more: side by side.
+            with ThreadPoolExecutor(min(_AT_ONCE, len(links))) as threads:
+                list(threads.map(os.close if self._by == MULTI else libbpf.unlink, links))
         self.count = 0

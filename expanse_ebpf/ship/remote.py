@@ -13,8 +13,6 @@ from expanse_ebpf.wire.collector_pb2 import (
     NodeSnapshot,
     ProfileReply,
     ProfileRequest,
-    RulesReply,
-    RulesRequest,
     SnapshotReply,
     SnapshotRequest,
     StoredTrace,
@@ -172,18 +170,6 @@ def stored_traces(address: str, window: str, timeout: float = CONNECT_S) -> Iter
                 yield from call
         finally:
             call.cancel()
-
-
-def rules(address: str, timeout: float = CONNECT_S) -> RulesReply:
-    """How the controller's rules stand with each job. Raises UnavailableError."""
-    with _channel(address) as channel:
-        ask = channel.unary_unary(
-            transport.RULES,
-            request_serializer=RulesRequest.SerializeToString,
-            response_deserializer=RulesReply.FromString,
-        )
-        reply: RulesReply = ask(RulesRequest(), timeout=timeout)
-        return reply
 
 
 def _snapshot(channel: Any, node: str, timeout: float) -> list[NodeSnapshot]:

@@ -104,29 +104,34 @@ class Plan(NamedTuple):
 
 
 def plan(
-    request: TraceRequest, config: TracingConfig, traced: Traced, *, age_s: float, now_s: float, now_ns: int
+    request: TraceRequest,
+    config: TracingConfig,
+    traced: Traced,
+    *,
+    local: bool,
+    age_s: float,
+    now_s: float,
+    now_ns: int,
 ) -> Plan:
     """The window that a job may have of which `traced` is known, and whose age is `age_s` (seconds).
 
     `now_s` is by the clock of `Traced.last_s`, `now_ns` the wall clock. Figures that are no positive numbers
-    count as not given; a rule cannot have more than the settings allow. Raises RefusedError.
+    count as not given. Who asks on this node (`local`) may give other shares than the settings; through a
+    controller, which does not know who asks, nobody has more than they allow. Raises RefusedError.
     """
     start_ns = max(request.start_ns, now_ns)
     ahead_s = (start_ns - now_ns) / 1e9
     if ahead_s > FARTHEST_S:
         why = f"it is to begin {ahead_s:.0f} s from now, more than {FARTHEST_S:g} s: are the clocks right?"
         raise RefusedError(TRACE_STATE_FAILED, why)
-    by_rule = bool(request.rule)
-    if by_rule and traced.last_s is not None:
+    if request.rule and traced.last_s is not None:
         wait_s = traced.last_s + config.pause_s - now_s
         if wait_s > ahead_s:
             why = f"a rule may open the job's next window in {math.ceil(wait_s)} s (tracing.pause_s)"
             raise RefusedError(TRACE_STATE_BUDGET, why)
-    run_share = trace_share.positive(
-        request.run_share, config.run_share, config.run_share if by_rule else 1.0
-    )
+    run_share = trace_share.positive(request.run_share, config.run_share, 1.0 if local else config.run_share)
     cost_share = trace_share.positive(
-        request.cost_share, config.cost_share, config.cost_share if by_rule else 1.0
+        request.cost_share, config.cost_share, 1.0 if local else config.cost_share
     )
     verdict = trace_share.judge(
         trace_share.positive(request.seconds, config.window_s, math.inf),
@@ -134,7 +139,7 @@ def plan(
         age_s + ahead_s,
         traced.seconds,
         max(run_share, _LEAST_SHARE),
-        may_lift=not by_rule,
+        may_lift=local,
     )
     if not verdict.seconds:
         raise RefusedError(TRACE_STATE_BUDGET, verdict.reason)

@@ -42,7 +42,7 @@ def judge(
     if seconds < wished_s:
         reasons.append(f"shortened to {seconds:g} s, the most that tracing.max_window_s allows")
     room = longest(age_s, traced_s, share)
-    lift = "; --share 100% lifts that" if may_lift else ""
+    lift = "; --share 100% lifts that" if may_lift else " (tracing.run_share of the node)"
     rule = f"at most {100 * share:.3g} % of the run may be traced"
     least = min(seconds, LEAST_S)
     if room < least:

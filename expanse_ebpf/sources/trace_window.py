@@ -44,6 +44,7 @@ class Window:
         process: WindowProcess | None = None,
         *,
         watched: bool = False,
+        by_user: bool = False,
         ships: bool = False,
     ) -> None:
         self.status = status
@@ -58,6 +59,7 @@ class Window:
         self.cpu: tuple[float, int] | None = None  # when its job had how much CPU time, for a counter
         self._node = node
         self._note = status.reason
+        self.by_user = by_user  # without root
         self._watched = watched
         self._ships = ships
         self._opened_s = 0.0

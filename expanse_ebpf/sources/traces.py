@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from expanse_ebpf.wire.collector_pb2 import GpuSample, JobSample, Report
 
 MOST_WINDOWS = 4  # at a time
+MOST_OF_USERS = 2  # of them, for users without root: nobody must be able to lock out root and the controller
 REPORT_BYTES = 1 << 20  # of parts in one report
 MOST_HELD = 2 << 20  # bytes of a window's parts that wait to be taken; no more are read then
 MOST_WAITING = 8 << 20  # bytes of all parts that wait for a controller which cannot be reached
@@ -181,11 +182,18 @@ class TraceSource:
         if len(self._processes()) >= MOST_WINDOWS:
             why = f"{MOST_WINDOWS} windows are open on this node; try again when one has ended"
             raise RefusedError(TRACE_STATE_BUDGET, why)
+        if (
+            uid is not None
+            and sum(window.by_user for window in self._windows if not window.over) >= MOST_OF_USERS
+        ):
+            why = f"users have {MOST_OF_USERS} windows open on this node; try again when one has ended"
+            raise RefusedError(TRACE_STATE_BUDGET, why)
         now = time.monotonic()
         may_be = plan(
             request,
             self._config,
             self._traced.get(job, Traced()),
+            local=watched,
             age_s=self._age_s(job, now),
             now_s=now,
             now_ns=time.time_ns(),
@@ -198,7 +206,15 @@ class TraceSource:
         status = first_status(request, TRACE_STATE_WAITING, may_be.reason)
         status.identity.CopyFrom(job.identity)
         status.start_ns, status.seconds = may_be.start_ns, may_be.seconds
-        window = Window(status, self._node.name, job, process, watched=watched, ships=self._reports)
+        window = Window(
+            status,
+            self._node.name,
+            job,
+            process,
+            watched=watched,
+            by_user=uid is not None,
+            ships=self._reports,
+        )
         first = Trace(node=self._node, evidence=evidence(request))
         first.status.identity.CopyFrom(job.identity)
         first.status.rule = status.rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -17,12 +18,15 @@ from expanse_ebpf.wire.collector_pb2 import (
     ProcessesRequest,
     ProfilePart,
     Report,
+    TraceReply,
+    TraceRequest,
     WatchProfileRequest,
     WatchRequest,
 )
 
 MAX_REPLY = 64 << 20  # bytes; no report comes near it
 ANSWER_S = 10.0  # how long a question may take
+SILENCE_S = 60.0  # an agent says how a window stands every second; in the end it resolves names
 _LENGTH = struct.Struct(">I")
 _NO_AGENT = "what answers on {} is not an agent; name its socket with --socket"
 _TURN_S = 0.2  # how soon `stop` is noticed
@@ -65,18 +69,35 @@ def profile(
     follows, up to that moment. Raises UnavailableError when no agent answers, and for what cannot be
     profiled for this user; HungUpError when the agent goes away, and after the last part of what has ended.
     """
-    with _connect(path) as connection:
-        _send(connection, path, NodeRequest(profile=request))
-        while (reply := _receive(connection, path, stop=stop)) is not None:
+    stopped = False
+
+    def noticed() -> bool:
+        nonlocal stopped
+        stopped = stopped or stop()
+        return stopped
+
+    try:
+        for reply in _stream(path, NodeRequest(profile=request), noticed, then_s=ANSWER_S):
             yield reply.profile
-            if stop():
-                break
-        connection.shutdown(socket.SHUT_WR)
-        try:
-            while (reply := _receive(connection, path, deadline=time.monotonic() + ANSWER_S)) is not None:
-                yield reply.profile
-        except HungUpError:
-            return
+    except HungUpError:
+        if not stopped:
+            raise
+
+
+def trace(path: str, request: TraceRequest, stop: Callable[[], bool]) -> Generator[TraceReply, None, None]:
+    """A window that the agent at `path` opens: how it stands, and in the end its trace, part by part.
+
+    When `stop()` has become true the window ends, and what there is follows. Raises UnavailableError when no
+    agent answers, or it says nothing for SILENCE_S, and for what cannot be traced for this user.
+    """
+    heard = False
+    try:
+        for reply in _stream(path, NodeRequest(trace=request), stop, SILENCE_S, SILENCE_S):
+            heard = True
+            yield reply.trace
+    except HungUpError:  # after the last part
+        if not heard:
+            raise
 
 
 def processes(path: str, key: str, run: int = 0) -> ProcessesReply:
@@ -94,6 +115,36 @@ def ask(path: str, request: NodeRequest) -> NodeReply:
         reply = _receive(connection, path, deadline=time.monotonic() + ANSWER_S)
         assert reply is not None  # only `stop` ends without a reply
         return reply
+
+
+def _stream(
+    path: str, request: NodeRequest, stop: Callable[[], bool], first_s: float = math.inf, then_s: float = 0.0
+) -> Generator[NodeReply, None, None]:
+    """All replies to `request` until HungUpError; once `stop()` is true the agent knows that it is enough.
+
+    Raises UnavailableError when it says nothing for `first_s`, or for `then_s` after that.
+    """
+    with _connect(path) as connection:
+        _send(connection, path, request)
+        heard, patience, told = time.monotonic(), first_s, False
+
+        def look() -> bool:
+            nonlocal heard, patience, told
+            if stop() and not told:
+                told, heard, patience = True, time.monotonic(), then_s
+                connection.shutdown(socket.SHUT_WR)
+            if time.monotonic() > heard + patience:
+                raise UnavailableError(
+                    f"the agent on {path} has said nothing for {patience:.0f} s; see its log"
+                )
+            return False  # a reply that has come in part must not be lost
+
+        while True:
+            reply = _receive(connection, path, stop=look)
+            assert reply is not None  # `look` ends nothing
+            yield reply
+            heard = time.monotonic()
+            look()
 
 
 def _connect(path: str) -> socket.socket:

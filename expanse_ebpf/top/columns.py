@@ -105,6 +105,13 @@ def _text(field: str) -> Callable[[Values], str]:
     return lambda job: text.clean(job[field] or text.UNKNOWN)
 
 
+def _state(job: Values) -> str:
+    """How the job stands; of one that runs, whether a window of deep tracing is open on it."""
+    if job["state"] == "running" and job["window"] and job["window"]["state"] == "open":
+        return "traced"
+    return (job["state"] or text.UNKNOWN).replace("_", " ")
+
+
 def _state_style(job: Values) -> str:
     return WARN_STATES.get(job["state"], "")
 
@@ -253,7 +260,7 @@ COLUMNS: tuple[Column, ...] = (
         "state",
         "STATE",
         9,
-        lambda j: (j["state"] or text.UNKNOWN).replace("_", " "),
+        _state,
         lambda j: j["state"],
         1,
         right=False,

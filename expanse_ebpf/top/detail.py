@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from expanse_ebpf.top import gpu_panel, text
+from expanse_ebpf.top import gpu_panel, text, windows
 from expanse_ebpf.top.columns import is_standard
 from expanse_ebpf.top.deltas import Values
 from expanse_ebpf.top.text import Line
@@ -48,6 +48,7 @@ def lines(
         return [(text.clean(key), "bold"), ("The job is no longer here.", "")]
     result: list[Line] = [(_title(job), "bold"), *((line, "") for line in _figures(job))]
     result += [(line, "") for line in _python(job["python"])]
+    result += [(line, "") for line in windows.lines(job["window"])]
     result += gpu_panel.job_lines(job, snapshot, width)
     if answer is None:
         result += [("", ""), ("asking for its processes …", "dim")]

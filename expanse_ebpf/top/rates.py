@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from expanse_ebpf.top import gpu_rates
+from expanse_ebpf.top import gpu_rates, windows
 from expanse_ebpf.top.deltas import CPU_SLACK, Deltas, Series, Values, finite, iso_time, optional, ratio
 from expanse_ebpf.wire.collector_pb2 import (
     CollectorSample,
@@ -83,6 +83,7 @@ class Rates:
         for job in report.jobs:
             deltas = self._job_deltas(job, elapsed, cpus)
             jobs.append(_job(job, deltas, instances))
+            jobs[-1]["window"] = windows.of_job(job.identity, report.traces)
             bad += deltas.bad
         gpus: list[Values] = []
         for gpu in report.gpus:

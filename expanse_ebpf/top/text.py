@@ -7,6 +7,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from expanse_ebpf import text as figures
+from expanse_ebpf.text import cell_width as cell_width
+from expanse_ebpf.text import fit as fit
+
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _BARS = "▁▂▃▄▅▆▇"  # no full block: rows above each other stay apart
 _ASCII_BARS = "_.-=+*#"
@@ -20,32 +24,6 @@ def clean(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join("\ufffd" if unicodedata.category(c) in _UNSAFE else c for c in text)
-
-
-def cell_width(text: str) -> int:
-    """How many columns of a terminal clean text takes."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
-
-
-def fit(text: str, width: int, right: bool = False) -> str:
-    """`text` cut or filled to exactly `width` columns."""
-    have = cell_width(text)
-    if have > width:
-        kept: list[str] = []
-        room = width - 1
-        for c in text:
-            room -= cell_width(c)
-            if room < 0:
-                break
-            kept.append(c)
-        text = "".join(kept) + "…" if width > 0 else ""
-        have = cell_width(text)
-    fill = " " * (width - have)
-    return fill + text if right else text + fill
 
 
 def wrap(line: str, width: int) -> list[str]:
@@ -133,25 +111,12 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def count(value: float | None) -> str:
     """A rate or a count with k, M, G: "950", "12.3k"."""
-    if value is None:
-        return UNKNOWN
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5:
-            return f"{value:.0f}{unit}" if not unit or value >= 99.95 else f"{value:.1f}{unit}"
-        value /= 1000
-    return f"{value:.0f}T"
+    return UNKNOWN if value is None else figures.count(value)
 
 
 def size(value: float | None) -> str:
     """Bytes in binary units: "412 MiB"."""
-    if value is None:
-        return UNKNOWN
-    unit = "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1023.5 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+    return UNKNOWN if value is None else figures.size(value)
 
 
 def size_rate(value: float | None) -> str:
@@ -161,7 +126,7 @@ def size_rate(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     """A ratio as a percentage."""
-    return UNKNOWN if value is None else f"{value * 100:.1f}%"
+    return UNKNOWN if value is None else figures.percent(value)
 
 
 def watts(value: float | None) -> str:
@@ -183,13 +148,7 @@ def joules(value: float | None) -> str:
 
 def nanoseconds(value: float | None) -> str:
     """A time given in nanoseconds, in the unit that suits it: "112 µs"."""
-    if value is None:
-        return UNKNOWN
-    for unit in ("ns", "µs", "ms"):
-        if value < 999.5:
-            return f"{value:.0f} {unit}" if value >= 9.95 or unit == "ns" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} s"
+    return UNKNOWN if value is None else figures.nanoseconds(value)
 
 
 def total(values: Sequence[float | None]) -> float | None:

@@ -45,10 +45,18 @@ class CostBudget:
 
     `over_cost` tells what happens over it: the probes come off until they can be back for a while
     ("cycle"), or the window is over ("close"). `switch_s` is what taking the probes off and on again costs
-    a thread; it may be set anew when that has been measured.
+    a thread; it may be set anew when that has been measured. `foreign_share` is the same as `cost_share` for
+    processes of other jobs, which nobody has asked; 0: the same share.
     """
 
-    def __init__(self, cost_share: float, over_cost: str, seconds: float, switch_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        cost_share: float,
+        over_cost: str,
+        seconds: float,
+        switch_s: float = 0.0,
+        foreign_share: float = 0.0,
+    ) -> None:
         if not 0 < cost_share <= 1:
             raise ValueError(f"a share of the time is between 0 and 1, not {cost_share}")
         if over_cost not in ("cycle", "close"):
@@ -58,6 +66,7 @@ class CostBudget:
         # Seconds after which update() wants to be asked again, at the latest. 0: when it is done.
         self.wait_s = 0.0
         self._share, self._over_cost, self._seconds = cost_share, over_cost, seconds
+        self._foreign_weight = cost_share / foreign_share if foreign_share else 1.0
         low, high = _SHORTEST_WAITS_S
         self._shortest_wait_s = min(max(cost_share * BURST_S, low), high)
         self._spans: list[Span] = []
@@ -120,7 +129,8 @@ class CostBudget:
 
     @property
     def _paid_s(self) -> float:
-        return max(self._cost_s, self._foreign_s)
+        """What has been spent of the allowance, in a traced thread's seconds."""
+        return max(self._cost_s, self._foreign_s * self._foreign_weight)
 
     def _learn(self, rate: float, seconds: float) -> None:
         weight = 1.0 if self._rate is None else min(seconds / _MEMORY_S, 1.0)
@@ -173,6 +183,8 @@ class CostBudget:
         return min(max(wait, self._shortest_wait_s), _LONGEST_WAIT_S, self._seconds - self.elapsed_s)
 
     def _too_much(self) -> str:
-        whose = "processes of other jobs" if self._foreign_s > self._cost_s else "a thread"
-        share = self._paid_s / self.elapsed_s if self.elapsed_s else 1.0
-        return f"it cost {whose} {share:.2%} of the time, {self._share:.2%} are allowed"
+        foreign = self._foreign_s * self._foreign_weight > self._cost_s
+        whose = "processes of other jobs" if foreign else "a thread"
+        share = (self._foreign_s if foreign else self._cost_s) / self.elapsed_s if self.elapsed_s else 1.0
+        allowed = self._share / self._foreign_weight if foreign else self._share
+        return f"it cost {whose} {share:.2%} of the time, {allowed:.2%} are allowed"

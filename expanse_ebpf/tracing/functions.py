@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+from expanse_ebpf.export.trace_reader import COPY_KINDS as COPY_KINDS
+
 
 class Layer(IntEnum):
     """Who calls whom: a function calls those of its own layer or a later one. As in bpf/gpu_calls.bpf.c."""
@@ -60,9 +62,6 @@ COLLECTIVES = (
     "scatter",
     "group_end",
 )
-
-# Names of cudaMemcpyKind's values: 4 leaves it to the runtime to find out.
-COPY_KINDS = ("host_to_host", "host_to_device", "device_to_host", "device_to_device", "default")
 
 _NCCL, _WRAPPER, _RUNTIME, _DRIVER = Layer
 

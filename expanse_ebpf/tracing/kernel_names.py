@@ -15,7 +15,7 @@ import time
 from typing import NamedTuple
 
 from expanse_ebpf.text import clean
-from expanse_ebpf.tracing.symbols import LONGEST_LINE, LONGEST_NAME, MOST_LINES
+from expanse_ebpf.tracing.symbols import ENDED, LONGEST_LINE, LONGEST_NAME, MOST_LINES
 
 MOST_KERNELS = 10_000
 _MOST_AT_ONCE = 2
@@ -133,6 +133,9 @@ class KernelNames:
                 del wanted[each]
             if not wanted:
                 del self._wanted[pid]
+            if pid != _NAMES and not _has_memory(pid):
+                self._settle(pid, some, ENDED)  # a job may have thousands of those
+                continue
             try:
                 self._lookups.append(_Lookup(pid, some))
             except OSError as error:
@@ -191,3 +194,14 @@ class KernelNames:
         for each in wanted:
             if isinstance(each, int):
                 self._known[pid, each] = KernelName("", "", 0, reason)
+
+
+def _has_memory(pid: int) -> bool:
+    """Whether there is anything to look up in; what cannot be read may still be found out by its reader."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
+            return bool(file.read(1))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True

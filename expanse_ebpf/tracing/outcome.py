@@ -117,14 +117,26 @@ def _processes(
             symbols=len(file.points) - len(refused.get(file.path, {})),
             reason=why,
         )
+    by_process: dict[int, list[Thread]] = {}
+    for thread in threads:
+        by_process.setdefault(thread.pid, []).append(thread)
     for view in targets.views.values():
-        own = [thread for thread in threads if thread.pid == view.pid]
+        own = by_process.pop(view.pid, [])
         trace.processes.add(
             pid=view.pid,
             command=view.command,
             state=view.state,
             reason=view.reason,
             files=[files[key] for key in view.files if key in files],
+            calls=sum(thread.calls for thread in own),
+            launches=sum(thread.launches for thread in own),
+        )
+    # Others have called, though nobody has looked at them.
+    for pid, own in by_process.items():
+        trace.processes.add(
+            pid=pid,
+            state="exited" if pid else "unreadable",
+            reason="it came and went between two looks" if pid else "its process id is not seen from here",
             calls=sum(thread.calls for thread in own),
             launches=sum(thread.launches for thread in own),
         )

@@ -54,6 +54,8 @@ class WindowProbes:
                     places.append((point.offset, self._cookie(point, _stepped(file, point))))
                 except UnavailableError as error:
                     self.refused.setdefault(file.path, {})[point.function.symbol] = str(error)
+            # Where probes come off one by one, those that are hit most should be the first.
+            places.sort(key=lambda place: self.function(place[1])[1].category not in ("launch", "graph"))
             self._files.append((file, places))
             if self.in_place:
                 began = time.monotonic_ns()
@@ -74,6 +76,12 @@ class WindowProbes:
             self._first = cookie
         self.function_of.append(index)
         return cookie
+
+    @property
+    def traced_s(self) -> float:
+        """Seconds in which they were in place, up to now."""
+        now = time.monotonic_ns()
+        return sum((end or now) - begin for begin, end in self.spans) / 1e9
 
     def function(self, cookie: int) -> tuple[int, Function]:
         """The function that a probe with that cookie is on, and its index in `counted`."""

@@ -21,6 +21,7 @@ class WindowSettings:
     start_ns: int = 0  # wall clock; 0: at once
     stacks: bool = False
     cost_share: float = 0.02
+    foreign_share: float = 0.02  # the same for all processes of other jobs together
     over_cost: str = "cycle"
     max_events: int = 200_000
     uid: int | None = None  # only threads that run as this user; None: all of the job's

@@ -15,6 +15,7 @@ BCC is called by its C interface: its Python module is that of the system's Pyth
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import re
@@ -30,6 +31,7 @@ MOST_LINES = 2000
 LONGEST_NAME = 1024
 LONGEST_LINE = 8192
 _MEMORY = 1 << 30
+_MEMORY_FOR_A_NAME = 32 << 20
 _CPU_S = 10
 _OUTPUT = 32 << 20
 _LARGEST_MAPS = 32 << 20
@@ -56,7 +58,7 @@ class Mapping(NamedTuple):
 
 
 class Symbol(NamedTuple):
-    """What BCC knows of an address: a demangled name and how far after its beginning."""
+    """What BCC knows of an address: the function's (mangled) name and how far after its beginning."""
 
     name: str
     into: int
@@ -98,20 +100,40 @@ class Demangler:
             return
         self._demangle.restype = ctypes.c_void_p
         self._demangle.argtypes = (ctypes.c_char_p, *[ctypes.c_void_p] * 3)
-        self._free = ctypes.CDLL(None)["free"]
+        libc = ctypes.CDLL(None)
+        self._free, self._length = libc["free"], libc["strnlen"]
         self._free.argtypes = (ctypes.c_void_p,)
+        self._length.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._length.restype = ctypes.c_size_t
 
     def __call__(self, name: str) -> str:
         """The name in C++, or as it is."""
         if self._demangle is None or not name.startswith("_Z"):
             return name
-        place = self._demangle(name.encode("utf-8", "surrogateescape"), None, None, None)
+        # A name of some hundred characters can stand for one of gigabytes, as each part of it may be what
+        # came before, twice.
+        with _memory_limit(_MEMORY_FOR_A_NAME):
+            place = self._demangle(name.encode("utf-8", "surrogateescape"), None, None, None)
         if not place:
             return name
         try:
-            return ctypes.string_at(place).decode("utf-8", "replace")
+            return ctypes.string_at(place, self._length(place, 4 * LONGEST_NAME)).decode("utf-8", "replace")
         finally:
             self._free(place)
+
+
+@contextlib.contextmanager
+def _memory_limit(more: int) -> Iterator[None]:
+    """Let this process take no more than so many bytes besides what it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        pages = int(file.read(256).split()[0])
+    wanted = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft < 0 else min(wanted, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class _BccSymbol(ctypes.Structure):
@@ -133,18 +155,17 @@ class SymbolCache:
         self._bcc.bcc_symcache_new.restype = ctypes.c_void_p
         self._bcc.bcc_symcache_new.argtypes = (ctypes.c_int, ctypes.c_void_p)
         symbol = ctypes.POINTER(_BccSymbol)
-        self._bcc.bcc_symcache_resolve.argtypes = (ctypes.c_void_p, ctypes.c_uint64, symbol)
-        self._bcc.bcc_symbol_free_demangle_name.argtypes = (symbol,)
-        self._bcc.bcc_symbol_free_demangle_name.restype = None
+        # Not the one that demangles, which puts no bounds to it.
+        self._resolve = self._bcc.bcc_symcache_resolve_no_demangle
+        self._resolve.argtypes = (ctypes.c_void_p, ctypes.c_uint64, symbol)
         self._cache = self._bcc.bcc_symcache_new(pid, None)
 
     def resolve(self, address: int) -> Symbol | None:
         """The function there, if it is known."""
         symbol = _BccSymbol()
-        if not self._cache or self._bcc.bcc_symcache_resolve(self._cache, address, ctypes.byref(symbol)) < 0:
+        if not self._cache or self._resolve(self._cache, address, ctypes.byref(symbol)) < 0:
             return None
-        name = symbol.demangle_name
-        self._bcc.bcc_symbol_free_demangle_name(ctypes.byref(symbol))
+        name = symbol.name
         return Symbol(name.decode("utf-8", "replace"), symbol.offset) if name else None
 
 
@@ -183,7 +204,7 @@ def answers(pid: int, wanted: Iterable[int | str]) -> Iterator[dict[str, str | i
                 missing = NO_BCC
         mapping = next((m for m in maps if m.start <= each < m.end), None)
         found = cache.resolve(each) if cache and mapping and mapping.file else None
-        name = kernel_name(found.name, demangle) if found else ""
+        name = kernel_name(demangle(found.name), demangle) if found else ""
         yield {
             "address": each,
             "name": clean(name, LONGEST_NAME),

@@ -28,6 +28,7 @@ from expanse_ebpf.cli.trace_session import Progress, Windows, state_name
 from expanse_ebpf.errors import ConfigError, UnavailableError, UnknownJobError
 from expanse_ebpf.export import perfetto
 from expanse_ebpf.ship import remote
+from expanse_ebpf.top import client
 from expanse_ebpf.wire.collector_pb2 import (
     TRACE_STATE_BUDGET,
     TRACE_STATE_DONE,
@@ -190,6 +191,7 @@ def test_json_has_the_summary_and_how_the_window_stands(node: TracingNode) -> No
             "launches": 10,
             "traced_share": 1.0,
             "cost_share": 0.003,
+            "lost": None,
         }
     ]
 
@@ -375,7 +377,7 @@ def test_an_agent_that_falls_silent_is_not_waited_for_for_ever(
     node: TracingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.begin = lambda window: window.waiting.append(told())
-    monkeypatch.setattr(trace_session, "SILENCE_S", 0.3)
+    monkeypatch.setattr(client, "SILENCE_S", 0.3)
     replies = trace_session.by_agent(node.path, TraceRequest(key="slurm/4411"), lambda: False)
     next(replies)
     with pytest.raises(UnavailableError, match="has said nothing for 0 s"):
@@ -498,7 +500,7 @@ def test_a_state_and_figures_that_nobody_knows_are_no_fault() -> None:
     reply.status.seconds = math.nan
     reply.status.state = 99  # type: ignore[assignment]
     windows.add(reply)
-    (found,) = windows.as_json()
+    (found,) = windows.as_json({})
     assert (found["state"], found["seconds"], found["cost_share"], found["to_ns"]) == (
         "unknown",
         None,
@@ -717,6 +719,23 @@ def test_a_stored_window_is_fetched(controller: Controller, tmp_path: Path) -> N
     controller.replies = [told(TRACE_STATE_BUDGET, "spent", node="n1")]
     result = CliRunner().invoke(traces.command, arguments[:4])
     assert isinstance(result.exception, trace_command.BudgetError)
+
+
+def test_of_a_trace_that_is_lost_the_reason_is_told_beside_the_one_that_came(controller: Controller) -> None:
+    gone = told(TRACE_STATE_FAILED, "its trace is not whole: the window's process ended", node="n2")
+    dropped = told(TRACE_STATE_DONE, "its trace was dropped", node="n3")
+    controller.replies = [*whole(10, "n1"), *whole(20, "n2")[:2], gone, dropped]
+    arguments = ["--window", WINDOW, "--controller", "head:9777", "--json"]
+    result = CliRunner().invoke(traces.command, arguments)
+    assert result.exit_code == 0, result.output
+    count = len(whole(20, "n2")) - 1
+    lost = {
+        "n1": None,
+        "n2": f"the trace is not whole: 1 of its {count} parts are there; {gone.status.reason}",
+        "n3": "the trace has not come; the window was last seen done; its trace was dropped",
+    }
+    assert {found["node"]: found["lost"] for found in json.loads(result.stdout)["nodes"]} == lost
+    assert result.stderr.splitlines() == [f"{node}: failed: {lost[node]}" for node in ("n2", "n3")]
 
 
 # ---- completion

@@ -313,10 +313,11 @@ def test_windows_that_nodes_open_by_themselves_are_listed_the_newest_first(contr
     assert [t.status.id for t in remote.traces(address, KEY, limit=2)] == ids[:0:-1]
     assert [t.status.id for t in remote.traces(address, window=ids[1])] == [ids[1]]
     assert len(remote.traces(address)) == 4
-    with Agent(address, "late") as agent:  # the first word about an end stays
+    with Agent(address, "late") as agent:  # a node may take its word about an end back
         agent.report(status(ids[0]))
-        agent.report(status(ids[0], TRACE_STATE_FAILED))
-    assert {t.status.state for t in remote.traces(address, window=ids[0])} == {TRACE_STATE_DONE}
+        agent.report(status(ids[0], TRACE_STATE_FAILED, reason="its process ended"))
+    states = {t.node: (t.status.state, t.status.reason) for t in remote.traces(address, window=ids[0])}
+    assert states == {"gpu001": (TRACE_STATE_DONE, ""), "late": (TRACE_STATE_FAILED, "its process ended")}
     assert remote.traces(address, "slurm/77") == []
     with pytest.raises(remote.NotStoredError, match="no window 'feed' is stored"):
         list(remote.stored_traces(address, "feed"))
@@ -404,7 +405,7 @@ def test_answers_about_traces_take_only_requests(controller: Controller) -> None
             with pytest.raises(grpc.RpcError) as error:
                 nodes.channel.unary_unary(path, None, None)(b"\xff\xff", timeout=10)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not remote.rules(controller.address).states
+        assert nodes.channel.unary_unary(transport.RULES, None, None)(b"", timeout=10) == b""
 
 
 # ---- without a process: what would take minutes
@@ -519,6 +520,96 @@ def test_trace_that_does_not_come_whole_ends_the_stream_after_some_reports(store
             assert not window.has_ended
         opened.bring(item("a", 5))
         assert window.has_ended
+
+    asyncio.run(played())
+
+
+def test_what_a_node_says_last_of_a_windows_end_is_what_counts(store: Store) -> None:
+    """It calls a window done, and then loses the rest of its trace."""
+
+    async def played() -> None:
+        opened = Opened(store)
+        store.write([item("a", 1)])
+        opened.connect("a")
+        window = await opened.open()
+        opened.bring(item("a", 2, status(window.id), parts=parts_of(window.id, b"1", b"2")[:1]))
+        opened.bring(item("a", 3, status(window.id, TRACE_STATE_FAILED, reason="its trace is not whole")))
+        expected = (TRACE_STATE_FAILED, "its trace is not whole")
+        assert opened.listed() == {"a": expected}
+        late = Item(node("a", "i-a"), with_status(4, status(window.id, TRACE_STATE_OPEN)), time.time_ns())
+        opened.bring(late)
+        for number in (5, 6, 7):
+            opened.bring(item("a", number))
+        assert window.has_ended
+        replies = [r async for r in opened.windows.follow(window, nothing)]
+        assert [(r.status.state, r.status.reason) for r in replies] == [expected]
+
+    asyncio.run(played())
+
+
+def test_node_whose_agent_was_started_anew_is_not_waited_for(store: Store) -> None:
+    async def played() -> None:
+        opened = Opened(store)
+        store.write([item("a", 1), item("b", 1)])
+        opened.connect("a", "b")
+        window = await opened.open(seconds=25)
+        for name in "ab":
+            told = with_status(2, status(window.id, TRACE_STATE_OPEN))
+            opened.bring(Item(node(name, f"i-{name}"), told, time.time_ns()))
+        for number in (3, 4):
+            opened.bring(item("a", number))
+        await opened.windows.look(time.monotonic())
+        assert not window.targets["a", "i-a"].has_ended
+        opened.bring(item("a", 5))
+        await opened.windows.look(time.monotonic())
+        assert opened.listed()["a"] == (
+            TRACE_STATE_FAILED,
+            "a says nothing of it any more: its agent was started anew, or gave it up",
+        )
+        assert not window.targets["b", "i-b"].has_ended
+
+    asyncio.run(played())
+
+
+def test_reports_that_a_node_held_back_while_its_link_was_cut_do_not_end_a_trace(store: Store) -> None:
+    async def played() -> None:
+        opened = Opened(store)
+        store.write([item("a", 1)])
+        opened.connect("a")
+        window = await opened.open()
+        opened.bring(item("a", 2, status(window.id)))
+        for number in range(3, 13):
+            held = item("a", number)
+            held.report.collector.reports_unsent = number
+            opened.bring(held)
+        assert not window.has_ended
+        opened.bring(item("a", 13, parts=parts_of(window.id, b"1")))
+        assert window.has_ended
+
+    asyncio.run(played())
+
+
+def test_two_installations_with_one_name_are_told_apart(store: Store) -> None:
+    async def played() -> None:
+        opened = Opened(store)
+        twins = [node("a", "0123456789"), node("a", "abcdefghij")]
+        store.write([Item(twin, report(1, run=7), time.time_ns()) for twin in twins])
+        for twin in twins:
+            opened.windows.connected((twin.name, twin.install_id), lambda command: None)
+        window = await opened.open()
+        for twin, data in zip(twins, (b"1", b"2"), strict=True):
+            ended = [status(window.id)]
+            opened.bring(Item(twin, report(2), time.time_ns(), (), ended, parts_of(window.id, data)))
+        reader = Reader(store.path)
+
+        async def part(*place: Any) -> Any:
+            return reader.trace_part(*place)
+
+        replies = [reply async for reply in opened.windows.follow(window, part)]
+        found = {reply.node: reply.part.data for reply in replies if reply.HasField("part")}
+        assert found == {"a (01234567)": b"1", "a (abcdefgh)": b"2"}
+        assert {trace.node for _, trace in reader.traces(None, "", 0)} == set(found)
+        reader.close()
 
     asyncio.run(played())
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expanse_ebpf.export import trace_parts
-from expanse_ebpf.export.trace_parts import PART_BYTES, join, split
+from expanse_ebpf.export.trace_parts import join, split
 from expanse_ebpf.export.trace_reader import TraceError
 from expanse_ebpf.wire.collector_pb2 import Trace, TracePart
+from expanse_ebpf.wire.transport import MAX_TRACE_PART_BYTES
 from tests.export.profiles import unhurried
 from tests.export.traces import known, odd
 
@@ -38,7 +39,7 @@ def test_a_large_trace_has_parts_that_fit_a_report() -> None:
     parts = split(trace)
     assert [part.index for part in parts] == list(range(len(parts)))
     assert len(parts) == 3 == parts[0].parts
-    assert all(len(part.data) == PART_BYTES for part in parts[:-1])
+    assert all(len(part.data) == MAX_TRACE_PART_BYTES for part in parts[:-1])
     assert {part.id for part in parts} == {trace.status.id}
     assert join(iter(parts)) == trace
 
@@ -88,7 +89,7 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
 
 def test_a_trace_that_grows_beyond_the_limit_is_refused_before_it_is_there() -> None:
     bomb = TracePart(parts=1, data=zlib.compress(bytes(64 << 20)))
-    assert len(bomb.data) < PART_BYTES
+    assert len(bomb.data) < MAX_TRACE_PART_BYTES
     tracemalloc.start()
     try:
         with pytest.raises(TraceError, match="larger than 1000 bytes"):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from expanse_ebpf.kernel import features
+from tests.guests import traces
 from tests.guests.conftest import Node
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,13 +34,17 @@ COLUMNS = {
     "collector's programs": "collector's programs",
     "ring buffer": "bpf ring buffer",
     **{name: name for name in features.ABILITIES},
+    "deep traces": "deep traces",
 }
+# How the functions of a program are probed, where they can be.
+METHODS = {"6.1": "perf", "6.12": "uprobe_multi", "newest": "uprobe_multi"}
 IN_THE_GUEST = """
 set -e
 cd /payload/files/inside
 python3 figures.py
 python3 figures_agent.py
 python3 stacks.py
+python3 traces.py
 expanse-ebpf check --json >/out/check.json
 """
 
@@ -67,7 +72,10 @@ come to what `/proc/schedstat` and `/proc/stat` have for the whole machine. Cgro
 and renamed must be noticed, and those below a job's own be the job's. At last the whole agent watches a job
 that `expanse-ebpf run` has started: its figures must be right, and nothing may be missing without a reason.
 Python stacks of a process that works, of one that it has forked and of a thread that waits must have the
-right names and come to the CPU time and to the time waited.
+right names and come to the CPU time and to the time waited. A window of calls is opened on programs with
+stand-ins for CUDA's libraries: each call must be counted once however the libraries call or jump to each
+other, launches must have their shape and the Python stack that the program itself has seen, and
+synchronisations their duration. Where there can be no deep traces, a window must say why.
 
 ## The programs' size
 
@@ -157,15 +165,20 @@ def same_as_known(key: Key, known: tuple[str, ...] | None, now: tuple[str, ...])
     [pytest.param(*key, marks=() if key in QUICK else pytest.mark.matrix) for key in KERNELS],
 )
 def test_a_kernel_does_what_the_document_says_and_the_figures_are_right(
-    guest: Make, kernel: str, arch: str
+    guest: Make, kernel: str, arch: str, tmp_path: Path
 ) -> None:
     node = guest(kernel=kernel, arch=arch, limit_s=600)
-    result = node.run(["bash", "-c", IN_THE_GUEST], [ROOT / "tests/kernel/groups.py"]).check()
+    brought = [ROOT / "tests/kernel/groups.py", *traces.files(tmp_path, arch)]
+    result = node.run(["bash", "-c", IN_THE_GUEST], brought).check()
     found = json.loads((result.files / "figures.json").read_text())
     agent = json.loads((result.files / "agent.json").read_text())
     assert len(found["figures"]) > 60
     stacks = json.loads((result.files / "stacks.json").read_text())
-    assert all(figure["right"] for part in (found, agent, stacks) for figure in part["figures"])
+    traced = json.loads((result.files / "traces.json").read_text())
+    assert all(figure["right"] for part in (found, agent, stacks, traced) for figure in part["figures"])
+    assert traced["method"] == METHODS.get(kernel, "")
+    why = "has no attach cookies, probes cannot be told apart: no deep traces; boot Linux 5.15 or newer"
+    assert traced["refused"] == ("" if kernel in METHODS else f"{node.kernel.release} {why}")
     check = json.loads((result.files / "check.json").read_text())
     assert check["can_run"]
     document = Document.read(DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else "")
@@ -176,6 +189,16 @@ def test_a_kernel_does_what_the_document_says_and_the_figures_are_right(
         DOCUMENT.write_text(str(document), encoding="utf-8")
         return
     same_as_known((kernel, arch), known, now)
+
+
+def test_calls_are_traced_where_each_probe_is_a_perf_event(guest: Make, tmp_path: Path) -> None:
+    """The kernel above that is left out of most runs, and this part of it alone."""
+    node = guest(kernel="6.1", arch="amd64")
+    brought = [ROOT / "tests/kernel/groups.py", *traces.files(tmp_path, "amd64")]
+    result = node.run(["python3", "/payload/files/inside/traces.py"], brought).check()
+    traced = json.loads((result.files / "traces.json").read_text())
+    assert traced["method"] == "perf"
+    assert len(traced["figures"]) > 60
 
 
 def test_the_document_is_as_this_file_writes_it() -> None:

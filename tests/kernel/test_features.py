@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 import subprocess
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 
 from expanse_ebpf.config import COUNTERS, Config
 from expanse_ebpf.errors import UnavailableError
-from expanse_ebpf.kernel import features, libbpf, probe, trials
+from expanse_ebpf.kernel import features, libbpf, probe, trials, uprobes
+from expanse_ebpf.kernel.features import Finding
 from expanse_ebpf.python_stacks import layouts
+from expanse_ebpf.tracing import symbols
 
 ALL = (1 << 41) - 1
 BPF, PERFMON, ADMIN = 1 << 39, 1 << 38, 1 << 21
@@ -226,6 +229,14 @@ def test_a_nested_pid_namespace_is_told(inode: int | None, levels: int, status: 
         ("uprobe_multi links", errno.EOPNOTSUPP, "6.6.0", "warning", "refused (tried: ENOTSUP)"),
         ("sleepable task iterator", errno.EINVAL, "5.10.0", "warning", "Linux 5.18 has it"),
         ("sleepable task iterator", errno.EPERM, "6.12.1", "warning", "refused (tried: EPERM)"),
+        ("attach cookies", 0, "5.14.0-427.el9", "ok", "works (tried)"),  # backported
+        (
+            "attach cookies",
+            errno.EINVAL,
+            "5.10.0",
+            "warning",
+            "Linux 5.15 has it; probes cannot be told apart",
+        ),
         ("sleepable task iterator", 99999, "6.12.1", "warning", "99999"),
     ],
 )
@@ -306,6 +317,47 @@ def test_python_stacks(
     assert features.python_stacks(enabled, why_not, waiting, release) == ("python stacks", *finding)
 
 
+@pytest.mark.parametrize(
+    ("enabled", "why_not", "method", "finding"),
+    [
+        (
+            True,
+            "",
+            "uprobe_multi",
+            ("ok", "calls of CUDA functions are probed by uprobe_multi links (tried)", ""),
+        ),
+        (
+            True,
+            "",
+            "perf",
+            ("ok", "calls of CUDA functions are probed by a perf event for each function (tried)", ""),
+        ),
+        (
+            True,
+            "5.10.0 has no attach cookies; boot Linux 5.15 or newer",
+            "",
+            (
+                "warning",
+                "calls of CUDA functions cannot be traced: 5.10.0 has no attach cookies",
+                "boot Linux 5.15 or newer",
+            ),
+        ),
+        (False, "", "", ("ok", "switched off (sources.traces)", "")),
+    ],
+)
+def test_deep_traces(enabled: bool, why_not: str, method: str, finding: tuple[str, str, str]) -> None:
+    assert features.deep_traces(enabled, why_not, method) == ("deep traces", *finding)
+
+
+def test_without_bcc_kernels_have_no_names_and_the_package_is_named() -> None:
+    finding = features.kernel_names(False)
+    assert finding.status == "warning"
+    assert "libbcc.so.0" in finding.detail
+    assert "python3-bpfcc" in finding.remedy
+    assert features.kernel_names(True).status == "ok"
+    assert probe.BCC == symbols._LIBRARY
+
+
 def test_the_pythons_that_are_named_are_those_with_a_layout() -> None:
     assert f"CPython 3.{layouts.OLDEST} to 3.{layouts.NEWEST}" == features.PYTHONS
 
@@ -319,6 +371,7 @@ TRIALS = (
     trials.load_loop,
     trials.link_uprobe_multi,
     trials.link_sleepable_task_iterator,
+    trials.load_attach_cookie,
 )
 
 
@@ -365,6 +418,43 @@ def test_python_stacks_that_cannot_be_sampled_keep_nothing_else_from_running(
     monkeypatch.setattr(probe, "load_python_stacks", refuse)  # is not called
     off = replace(Config(), sources=replace(Config().sources, python=False))
     assert "switched off" in {f.name: f for f in probe.findings(off)}["python stacks"].detail
+
+
+def test_a_function_is_probed_for_real_and_nothing_is_left() -> None:
+    gc.collect()
+    before = set(Path("/proc/self/fd").iterdir())
+    assert probe.load_gpu_calls() == ("", uprobes.method())
+    gc.collect()
+    assert set(Path("/proc/self/fd").iterdir()) == before
+    by_name = {finding.name: finding for finding in probe.findings(Config())}
+    assert by_name["deep traces"] == features.deep_traces(True, "", uprobes.method())
+    assert by_name["names of GPU kernels"].status == "ok"
+    assert "gpu_calls" in by_name["bpf objects"].detail
+
+
+def test_deep_traces_that_cannot_be_keep_nothing_else_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise libbpf.BpfError("loading gpu_calls", errno.EPERM)
+
+    def deep_traces() -> Finding:
+        found = {finding.name: finding for finding in probe.findings(Config())}
+        assert found["collector's programs"].status == "ok"
+        assert found.keys() & {"names of GPU kernels"} == set()  # of no use then
+        assert found["deep traces"].status == "warning"
+        return found["deep traces"]
+
+    with monkeypatch.context() as old:
+        old.setattr(trials, "load_attach_cookie", lambda: errno.EINVAL)
+        assert "has no attach cookies, probes cannot be told apart" in deep_traces().detail
+        assert deep_traces().remedy == "boot Linux 5.15 or newer"
+    with monkeypatch.context() as refusing:
+        refusing.setattr(uprobes.Probes, "attach", lambda self, path, places: {0: "no such thing"})
+        assert "a probe in a file is refused: no such thing" in deep_traces().detail
+    monkeypatch.setattr("expanse_ebpf.kernel.gpu_calls.GpuCalls", refuse)
+    assert "loading gpu_calls: Operation not permitted (EPERM)" in deep_traces().detail
+    monkeypatch.setattr(probe, "load_gpu_calls", refuse)  # is not called
+    off = replace(Config(), sources=replace(Config().sources, traces=False))
+    assert "switched off" in {f.name: f for f in probe.findings(off)}["deep traces"].detail
 
 
 def test_trials_leave_no_descriptor() -> None:

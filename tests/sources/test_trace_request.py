@@ -47,9 +47,9 @@ def ended(one: Job) -> Job:
     return one
 
 
-def planned(age_s: float = 1e6, traced: Traced | None = None, **fields: Any) -> Plan:
+def planned(age_s: float = 1e6, traced: Traced | None = None, local: bool = True, **fields: Any) -> Plan:
     request = TraceRequest(key="slurm/1", **fields)
-    return plan(request, CONFIG, traced or Traced(), age_s=age_s, now_s=1000.0, now_ns=NOW_NS)
+    return plan(request, CONFIG, traced or Traced(), local=local, age_s=age_s, now_s=1000.0, now_ns=NOW_NS)
 
 
 def refused(call: Any, *arguments: Any, **fields: Any) -> tuple[int, str]:
@@ -123,13 +123,16 @@ def test_hostile_figures_count_as_not_given(value: float) -> None:
     assert planned(seconds=value, cost_share=value, run_share=value) == planned()
 
 
-def test_people_may_have_other_shares_and_rules_only_less() -> None:
+def test_people_on_the_node_may_have_other_shares_and_who_asks_the_controller_only_less() -> None:
     asked: dict[str, Any] = {"seconds": 1e300, "cost_share": 1e300, "run_share": 1e300}
     assert planned(age_s=0, **asked)[1:3] == (120.0, 1.0)
-    by_rule = planned(age_s=70, rule="slow", **asked)
-    assert (by_rule.seconds, by_rule.cost_share) == (pytest.approx(30), 0.02)
-    assert planned(rule="slow", cost_share=0.01).cost_share == 0.01
-    assert planned(age_s=99, rule="slow", run_share=0.01, seconds=5).seconds == pytest.approx(1)
+    for rule in ("", "slow"):
+        far = planned(age_s=70, local=False, rule=rule, **asked)
+        assert (far.seconds, far.cost_share) == (pytest.approx(30), 0.02)
+        assert "tracing.run_share of the node" in far.reason
+        assert planned(local=False, rule=rule, cost_share=0.01).cost_share == 0.01
+        few = planned(age_s=99, local=False, rule=rule, run_share=0.01, seconds=5)
+        assert few.seconds == pytest.approx(1)
 
 
 def test_shares_near_nothing_are_the_least_that_can_be_set() -> None:

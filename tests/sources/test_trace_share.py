@@ -51,7 +51,7 @@ def test_a_window_is_as_long_as_the_share_lets_it(
 
 def test_a_rule_is_not_told_of_what_it_may_not_lift() -> None:
     assert judge(10, 120, 7, 0, 0.3, may_lift=False).reason == (
-        "shortened to 3.0 s: at most 30 % of the run may be traced"
+        "shortened to 3.0 s: at most 30 % of the run may be traced (tracing.run_share of the node)"
     )
     assert "lifts" not in judge(10, 120, 0, 0, 0.3, may_lift=False).reason
 

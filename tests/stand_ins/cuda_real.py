@@ -17,10 +17,15 @@ from tests.stand_ins.real_nvml import MissingError
 
 CACHE = Path("~/.cache/expanse-ebpf-cuda").expanduser()
 PACKAGE = "nvidia-cuda-runtime-cu12==12.9.79"
+PACKAGE_13 = "nvidia-cuda-runtime==13.0.96"
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def real_runtime(package: str = PACKAGE) -> Path:
-    """libcudart.so.12 out of NVIDIA's wheel on PyPI, kept in the user's cache; raises MissingError."""
+    """libcudart.so out of NVIDIA's wheel on PyPI, kept in the user's cache; raises MissingError.
+
+    The headers are in the folder `include` beside its own.
+    """
     folder = CACHE / package.replace("==", "-")
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
@@ -49,14 +54,13 @@ def _fetch(package: str, folder: Path) -> None:
 
 def nvcc_program(folder: Path, *, cudart: str, stripped: bool = False) -> Path:
     """cuda_programs/tiny.cu with the runtime `shared` or `static`; raises MissingError without nvcc."""
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
+    if NVCC is None:
         raise MissingError("there is no nvcc, NVIDIA's compiler, on this machine")
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / f"tiny-{cudart}{'-stripped' if stripped else ''}"
-    command: list[str | Path] = [nvcc, "-O1", f"-cudart={cudart}", "-o", program, PROGRAMS / "tiny.cu"]
+    command: list[str | Path] = [NVCC, "-O1", f"-cudart={cudart}", "-o", program, PROGRAMS / "tiny.cu"]
     if cudart == "shared":
-        libraries = (Path(nvcc).resolve().parent.parent / "lib64", Path("/usr/local/cuda/lib64"))
+        libraries = (Path(NVCC).resolve().parent.parent / "lib64", Path("/usr/local/cuda/lib64"))
         command += [f"-Xlinker=-rpath={path}" for path in libraries]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:

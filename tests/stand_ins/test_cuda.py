@@ -16,11 +16,10 @@ import pytest
 
 from tests.stand_ins.build import HERE
 from tests.stand_ins.cuda import PROGRAMS, CudaStandIn, Program, build, cuda_stand_in
-from tests.stand_ins.cuda_real import nvcc_program, real_runtime
+from tests.stand_ins.cuda_real import NVCC, nvcc_program, real_runtime
 from tests.stand_ins.real_nvml import MissingError
 
 WITH_RUNTIME = ("shared", "static", "static_stripped", "other")
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 PROBED = re.compile("cuda|__cudaLaunch|cu(Launch|Graph|Mem|Module|Library|.*Sync)|nccl(All|B|Group|Re|S)")
 EVERYTHING = """
     launch 2; launch 3 via=ptsz kernel=1; launch 4 via=ex kernel=2 shared=64 stream=7

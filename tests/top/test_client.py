@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.top import client
 from expanse_ebpf.top.feed import LocalFeed
+from expanse_ebpf.wire.collector_pb2 import NodeReply, ProfilePart, WatchProfileRequest
 from tests.top.serving import ServedNode, make_report
 
 
@@ -82,6 +83,34 @@ def test_stop_ends_the_watch_without_a_new_report(tmp_path: Path) -> None:
         assert next(watching).sequence == 1
         stop.set()
         assert list(watching) == []
+
+
+def test_a_part_that_has_half_come_when_it_is_enough_is_not_lost(tmp_path: Path) -> None:
+    """The agent sends a part's rest, and the last part, once the client says that it has enough."""
+    bodies = [NodeReply(profile=ProfilePart(note=note)).SerializeToString() for note in ("one", "two")]
+    one, two = (struct.pack(">I", len(body)) + body for body in bodies)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(10)
+            connection.recv(4096)
+            connection.sendall(one[:6])
+            while connection.recv(4096):  # until the client shuts down its side
+                pass
+            connection.sendall(one[6:] + two)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        parts = client.profile(str(tmp_path / "agent.sock"), WatchProfileRequest(), lambda: True)
+        assert [part.note for part in parts] == ["one", "two"]
+    finally:
+        thread.join(20)
+        listener.close()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -278,3 +278,13 @@ def test_a_share_beyond_reason_is_refused(share: float) -> None:
 def test_another_way_to_go_over_the_cost_is_refused() -> None:
     with pytest.raises(ValueError, match='"cycle" or "close", not "panic"'):
         CostBudget(0.02, "panic", 25.0)
+
+
+def test_others_may_be_given_less_than_the_traced_job() -> None:
+    """Who asks for a window may let it cost their own job more, and nobody else's."""
+    budget = CostBudget(1.0, "close", 30.0, foreign_share=0.02)
+    assert budget.update(0.0, 0.0, 0.0, False) is Decision.ATTACH
+    assert budget.update(0.1, 0.0, 0.0, True) is Decision.KEEP
+    assert budget.update(10.0, 5.0, 0.1, True) is Decision.KEEP
+    assert budget.update(11.0, 5.5, 0.5, True) is Decision.CLOSE
+    assert budget.cut == "it cost processes of other jobs 4.55% of the time, 2.00% are allowed"

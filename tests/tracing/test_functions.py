@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +10,8 @@ from pathlib import Path
 import pytest
 
 from expanse_ebpf.tracing.functions import COLLECTIVES, COPY_KINDS, FUNCTIONS, Function, Layer, Shape
-
-TOOLKIT = Path("/usr/local/cuda")
-needs_toolkit = pytest.mark.skipif(
-    not (TOOLKIT / "include/cuda.h").exists() or shutil.which("nm") is None,
-    reason="no CUDA toolkit in /usr/local/cuda, or no nm",
-)
+from tests.stand_ins.cuda_real import PACKAGE_13, real_runtime
+from tests.stand_ins.real_nvml import MissingError
 
 BY_SYMBOL = {each.symbol: each for each in FUNCTIONS}
 # What CUDA 13 has no more.
@@ -65,11 +60,24 @@ def prototypes(text: str) -> dict[str, list[Prototype]]:
 
 
 @pytest.fixture(scope="module")
-def headers() -> dict[str, list[Prototype]]:
+def runtime() -> Path:
+    """The library of CUDA 13; its headers lie beside it."""
+    try:
+        return real_runtime(PACKAGE_13)
+    except MissingError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def headers(runtime: Path) -> dict[str, list[Prototype]]:
     found: dict[str, list[Prototype]] = {}
     for name in ("cuda_runtime_api.h", "cuda.h"):
-        found |= prototypes((TOOLKIT / "include" / name).read_text(errors="replace"))
+        found |= prototypes(header(runtime, name))
     return found
+
+
+def header(runtime: Path, name: str) -> str:
+    return (runtime.parents[1] / "include" / name).read_text(errors="replace")
 
 
 def declared(symbol: str, headers: Mapping[str, list[Prototype]]) -> list[Prototype]:
@@ -95,7 +103,6 @@ def fault(function: Function, prototype: Prototype) -> list[str]:
     return faults
 
 
-@needs_toolkit
 @pytest.mark.parametrize("symbol", [each.symbol for each in FUNCTIONS if each.shape is Shape.PLAIN])
 def test_arguments_are_where_the_headers_have_them(symbol: str, headers: dict[str, list[Prototype]]) -> None:
     if BY_SYMBOL[symbol].layer is Layer.NCCL or symbol in OLD:
@@ -119,7 +126,6 @@ SHAPES = {
 }
 
 
-@needs_toolkit
 def test_launches_have_the_shapes_that_the_headers_have(headers: dict[str, list[Prototype]]) -> None:
     for function in FUNCTIONS:
         if function.shape is not Shape.PLAIN:
@@ -130,19 +136,18 @@ def test_launches_have_the_shapes_that_the_headers_have(headers: dict[str, list[
                 assert [name for _, name in prototype][: len(wanted)] == wanted, function.symbol
 
 
-@needs_toolkit
-def test_the_runtime_exports_what_is_in_the_table_and_nothing_else_of_its_kind() -> None:
-    library = TOOLKIT / "lib64/libcudart.so.13"
-    lines = subprocess.run(["nm", "-D", library], capture_output=True, text=True, check=True).stdout
+def test_the_runtime_exports_what_is_in_the_table_and_nothing_else_of_its_kind(runtime: Path) -> None:
+    lines = subprocess.run(["nm", "-D", runtime], capture_output=True, text=True, check=True).stdout
     exported = {line.split()[-1].partition("@")[0] for line in lines.splitlines() if " T " in line}
     ours = {each.symbol for each in FUNCTIONS if each.layer in (Layer.RUNTIME, Layer.RUNTIME_WRAPPER)}
     assert ours - exported == OLD
     assert {name for name in exported if OF_CATEGORY.match(name)} - OTHERS == ours - OLD
 
 
-@needs_toolkit
-def test_the_driver_exports_what_its_header_maps_its_names_to(headers: dict[str, list[Prototype]]) -> None:
-    text = (TOOLKIT / "include/cuda.h").read_text(errors="replace")
+def test_the_driver_exports_what_its_header_maps_its_names_to(
+    runtime: Path, headers: dict[str, list[Prototype]]
+) -> None:
+    text = header(runtime, "cuda.h")
     mapped = dict(
         re.findall(
             r"#\s*define\s+(cu\w+)\s+((?:__CUDA_API_PT\w+\()?cu\w+\)?)[ \t]*\n",

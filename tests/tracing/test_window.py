@@ -249,12 +249,13 @@ def test_a_user_sees_what_runs_as_that_user_and_not_the_rest_of_the_job(
         program.wait_for("ready")
         other.wait_for("ready")
         window = machine.window(group, uid=uid)
-        window.until_open(targets=2)
+        window.until_open(targets=1)
         for each in (other, program):
             each.go()
             each.finish()
         trace = window.end(stop=True)
     assert calls(trace) == {"cudaLaunchKernel": 20}
+    assert [process.pid for process in trace.processes] == [program.pid]
     assert {thread.pid for thread in trace.threads} == {program.pid}
 
 

@@ -139,7 +139,7 @@ def test_jobs_end(filled: Filled) -> None:
 
 
 def test_one_window_at_a_time(filled: Filled) -> None:
-    filled.run(120, **IDLE)
+    filled.run(180, **IDLE)
     filled.store.close()
     two = rules(
         "".join(
@@ -150,7 +150,7 @@ def test_one_window_at_a_time(filled: Filled) -> None:
     run = dry_run(filled.path, two)
     assert [(f.firing.rule.name, f.time_ns // SECOND - START) for f in run.fired] == [
         ("first", 105),
-        ("second", 145),
+        ("second", 205),
     ]
 
 

@@ -86,20 +86,20 @@ def test_a_look_without_data_is_told_and_begins_the_time_anew() -> None:
 
 
 def test_it_fires_again_after_its_cooldown_and_not_before() -> None:
-    cluster = Cluster(rule("gpus > 1", cooldown="1m"))
-    fired = [bool(cluster.looks(1, gpus=2)) for _ in range(13)]
-    assert [i for i, is_fired in enumerate(fired) if is_fired] == [0, 6, 12]
-    assert cluster.state().since_ns == cluster.now_ns - 12 * LOOK * SECOND
+    cluster = Cluster(rule("gpus > 1", cooldown="2m"))
+    fired = [bool(cluster.looks(1, gpus=2)) for _ in range(25)]
+    assert [i for i, is_fired in enumerate(fired) if is_fired] == [0, 12, 24]
+    assert cluster.state().since_ns == cluster.now_ns - 24 * LOOK * SECOND
     assert cluster.engine.fired == {"made": 3}
 
 
 def test_a_cooldown_goes_on_while_the_rule_is_not_true_or_the_job_away() -> None:
-    cluster = Cluster(rule("gpus > 1", cooldown="1m"))
+    cluster = Cluster(rule("gpus > 1", cooldown="2m"))
     assert cluster.looks(1, gpus=2)
     cluster.looks(1, gpus=1)
     cluster.look({"gpu001": []})
     assert cluster.engine.states() == []
-    assert not cluster.looks(3, gpus=2)
+    assert not any(cluster.looks(1, gpus=2) for _ in range(9))
     assert cluster.looks(1, gpus=2)
 
 
@@ -118,7 +118,7 @@ def test_one_job_has_one_window_at_a_time() -> None:
     assert (first.rule, first.window, first.reason) == ("first", "0123456789abcdef", "")
     assert (second.state, second.window) == ("firing", "")
     assert second.reason == "waits until another window of this job has ended"
-    assert cluster.looks(3, gpus=2) == []
+    assert not any(cluster.looks(1, gpus=2) for _ in range(9))  # 25 s, and what nodes make a rule wait
     (firing,) = cluster.looks(1, gpus=2)
     assert firing.rule.name == "second"
     cluster.engine.opened(firing, "f" * 16)
@@ -128,6 +128,16 @@ def test_one_job_has_one_window_at_a_time() -> None:
     ]
 
 
+def test_a_window_whose_length_is_left_to_the_nodes_is_waited_for_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "BETWEEN_S", 0.0)
+    text = two_rules("gpus > 1", "gpus > 1").replace(", window: {seconds: 25}", "")
+    cluster = Cluster(rules(text))
+    fired = [[firing.rule.name for firing in cluster.looks(1, gpus=2)] for _ in range(4)]
+    assert fired == [["first"], [], [], ["second"]]
+
+
 def test_a_refusal_is_told_and_makes_room_for_another_rule() -> None:
     cluster = Cluster(rules(two_rules("gpus > 1", "gpus > 1")))
     (firing,) = cluster.looks(1, gpus=2)
@@ -135,7 +145,18 @@ def test_a_refusal_is_told_and_makes_room_for_another_rule() -> None:
     (other,) = cluster.looks(1, gpus=2)
     assert other.rule.name == "second"
     assert cluster.engine.states()[0].reason == "no node has it"
-    assert cluster.looks(1, gpus=2) == []  # the cooldown of the first goes on
+    assert cluster.looks(1, gpus=2) == []
+
+
+def test_a_rule_whose_window_was_refused_fires_again_before_its_cooldown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 25.0)
+    cluster = Cluster(rule("gpus > 1", cooldown="1h"))
+    (firing,) = cluster.looks(1, gpus=2)
+    cluster.engine.refused(firing, "a window of the job is open already")
+    fired = [len(cluster.looks(1, gpus=2)) for _ in range(4)]
+    assert fired == [0, 0, 1, 0]
 
 
 def test_a_rule_without_an_action_fires_and_opens_nothing() -> None:
@@ -256,8 +277,11 @@ def test_states_are_told_with_those_that_fire_first_and_not_without_end(
         ("slurm/1", "ok"),
     ]
     assert cluster.engine.counts() == {("made", "firing"): 2, ("made", "no_data"): 1, ("made", "ok"): 1}
-    monkeypatch.setattr(module, "MAX_STATES", 3)
+    three = sum(state.ByteSize() for state in cluster.engine.states()[:3])
+    monkeypatch.setattr(module, "MAX_STATES_BYTES", three)
     assert [s.state for s in cluster.engine.states()] == ["firing", "firing", "no_data"]
+    monkeypatch.setattr(module, "MAX_STATES_BYTES", three - 1)
+    assert [s.state for s in cluster.engine.states()] == ["firing", "firing"]
 
 
 def test_jobs_past_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

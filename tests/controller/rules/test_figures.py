@@ -95,6 +95,9 @@ def test_a_node_on_which_the_job_holds_no_gpu_does_not_matter_to_gpu_figures() -
     assert known("gpu_busy", without) is None
     assert of_job(FIGURES["gpu_busy"], (without, without)) == [0, 1]
     assert of_job(FIGURES["gpu_busy"], (with_gpu, span(gpus=1))) == [1]
+    given_back = span(gpus=0, throttled=0.0)
+    assert known("gpu_busy", with_gpu, given_back) == 0.5
+    assert (known("gpus", given_back), known("gpu_busy", given_back)) == (0, None)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, figure in FIGURES.items() if figure.term))

@@ -29,6 +29,8 @@ from expanse_ebpf.kernel.cpus import online
 from expanse_ebpf.kernel.lifecycle import Event, Lifecycle
 from expanse_ebpf.kernel.slots import SLOT_SYSTEM
 
+# Parts that are wanted only where a kernel has what they need.
+NEEDS = {"python_waits": trials.link_sleepable_task_iterator, "gpu_calls": trials.load_attach_cookie}
 CPU = 1  # where what must share a CPU runs; the test itself runs on CPU 0
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)\n"
 # Fresh pages, work and short sleeps, so that processes on one CPU interrupt each other.
@@ -252,8 +254,7 @@ def load_everything(book: Book) -> dict[str, dict[str, dict[str, Any]]]:
             try:
                 made.load()
             except libbpf.BpfError as error:
-                # The one part that is wanted only where a kernel has what it needs.
-                wanted = name != "python_waits" or trials.link_sleepable_task_iterator() == 0
+                wanted = name not in NEEDS or NEEDS[name]() == 0
                 print(error.log if wanted else f"{name}: left out here")
                 book.holds(f"{name}: verified ({error})", not wanted)
                 continue

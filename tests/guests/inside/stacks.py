@@ -10,7 +10,6 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from figures import Book
 from truth import until
@@ -72,7 +71,7 @@ def main() -> int:
     work.stdin.close()
     work.wait()
     child = next(pid for pid, _ in done if pid != "0")
-    until("the child has ended", lambda: not Path("/proc", child, "exe").exists())
+    until("the child has ended", lambda: not os.access(f"/proc/{child}/exe", os.F_OK))
     counts += sampler.drain()
     for stack in dict.fromkeys(c.stack for c in counts):
         samples = sum(c.samples for c in counts if c.stack == stack)
