@@ -47,6 +47,7 @@ QUIET_REPORTS = 3
 # Reports that have waited behind more others do not count: while its link is cut a node holds back its parts.
 QUEUED_REPORTS = 1
 MAX_OPEN = 256
+MAX_NAMED = 8  # nodes, where the one that was asked for does not have the job
 LOOK_S = 1.0
 
 Node = tuple[str, str]  # name, installation
@@ -263,7 +264,7 @@ class Windows:
     def _allowed(self, request: TraceRequest, places: Sequence[Place]) -> frozenset[tuple[str, str]]:
         """The jobs of a window that may be opened. Raises RefusedError."""
         if not places:
-            raise RefusedError(TRACE_STATE_NO_TARGETS, f"no node has a live job {request.key[:200]}")
+            raise RefusedError(TRACE_STATE_NO_TARGETS, self._nowhere(request))
         jobs = frozenset((place.identity.scheduler, place.identity.id) for place in places)
         for other in self._open.values():
             if jobs & other.jobs and not other.has_ended:
@@ -273,6 +274,15 @@ class Windows:
         if len(self._open) >= MAX_OPEN:
             raise RefusedError(TRACE_STATE_BUDGET, f"{MAX_OPEN} windows are open; wait for the end of some")
         return jobs
+
+    def _nowhere(self, request: TraceRequest) -> str:
+        """Why no node is asked."""
+        key = request.key[:200]
+        names = sorted({place.node[0] for place in self.find(request.key, request.run)})
+        if not request.node or not names:
+            return f"no node has a live job {key}"
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return f"{key} is not on node {request.node[:200]}; it is on: {', '.join(names[:MAX_NAMED])}{more}"
 
     # ---- to the end
 

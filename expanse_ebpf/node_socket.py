@@ -19,9 +19,24 @@ from google.protobuf.message import DecodeError
 from expanse_ebpf.errors import ExpanseError
 from expanse_ebpf.node_client import LENGTH, Client, TooLongError, frame
 from expanse_ebpf.node_listener import Listener
-from expanse_ebpf.node_streams import OnProfile, OnTrace, ProfileStream, Stream, TraceStream, checked
+from expanse_ebpf.node_streams import (
+    OnProfile,
+    OnTrace,
+    ProfileStream,
+    Stream,
+    TraceStream,
+    checked,
+    no_room,
+)
 from expanse_ebpf.visibility import visible
-from expanse_ebpf.wire.collector_pb2 import NodeReply, NodeRequest, ProcessesReply, Report, RunReply
+from expanse_ebpf.wire.collector_pb2 import (
+    NodeReply,
+    NodeRequest,
+    ProcessesReply,
+    Report,
+    RunReply,
+    TraceRequest,
+)
 
 HISTORY = 120  # reports kept for those who come later
 HISTORY_BYTES = 4 << 20  # but never more than this, whatever the number of jobs
@@ -324,21 +339,21 @@ class NodeSocket:
             self._reply(client, lambda: NodeReply(run=run()))
         elif kind == "profile" and self._on_profile is not None and client.stream is None:
             profile = partial(self._on_profile, request.profile)
-            self._begin(client, ProfileStream, lambda uid: ProfileStream(profile(uid)))
+            if self._full(client.uid, ProfileStream, MAX_PROFILES_PER_UID, MAX_PROFILES):
+                self._fail(client, "the agent already profiles for as many users as it can; try again later")
+                return
+            self._begin(client, lambda uid: ProfileStream(profile(uid)))
         elif kind == "trace" and self._on_trace is not None and client.stream is None:
             trace = self._on_trace
-            self._begin(client, TraceStream, lambda uid: TraceStream(trace(checked(request.trace), uid)))
+            if self._full(client.uid, TraceStream, MAX_TRACES_PER_UID, MAX_TRACES):
+                self._refuse(client, request.trace)
+                return
+            self._begin(client, lambda uid: TraceStream(trace(checked(request.trace), uid)))
         else:
             self._fail(client, f"the agent does not answer a request of kind {kind or 'unknown'} here")
 
-    def _begin(
-        self, client: Client, kind: type[ProfileStream | TraceStream], make: Callable[[int | None], Stream]
-    ) -> None:
+    def _begin(self, client: Client, make: Callable[[int | None], Stream]) -> None:
         """Begin a stream; what it has already goes out at once."""
-        full = self._no_more(client.uid, kind)
-        if full:
-            self._fail(client, full)
-            return
 
         def begin() -> None:
             client.stream = make(None if client.uid in self._all_seeing else client.uid)
@@ -348,19 +363,21 @@ class NodeSocket:
             self._send(client, frame(failure))
         self._serve(client)
 
-    def _no_more(self, uid: int, kind: type[ProfileStream | TraceStream]) -> str:
-        """Why one more stream of that kind is refused to `uid`; empty when it is not."""
+    def _full(self, uid: int, kind: type[ProfileStream | TraceStream], own: int, most: int) -> bool:
+        """Whether `uid` has `own` streams of that kind, or all users without root have `most`."""
         if uid in self._all_seeing:
-            return ""
+            return False
         others = [
             c.uid for c in self._clients if isinstance(c.stream, kind) and c.uid not in self._all_seeing
         ]
-        profile = kind is ProfileStream
-        most = MAX_PROFILES_PER_UID if profile else MAX_TRACES_PER_UID
-        if others.count(uid) < most and len(others) < (MAX_PROFILES if profile else MAX_TRACES):
-            return ""
-        does = "profiles" if profile else "traces"
-        return f"the agent already {does} for as many users as it can; try again later"
+        return others.count(uid) >= own or len(others) >= most
+
+    def _refuse(self, client: Client, asked: TraceRequest) -> None:
+        """Say why no window is opened for a user without root, as the source does for other reasons."""
+        streams = [c.stream for c in self._clients if c.uid == client.uid]
+        own = next((stream.status for stream in streams if isinstance(stream, TraceStream)), None)
+        self._send(client, frame(NodeReply(trace=no_room(asked, own))))
+        self._finish(client)
 
     def _reply(self, client: Client, make: Callable[[], NodeReply]) -> None:
         reply = self._told(make)

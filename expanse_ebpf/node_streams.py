@@ -11,11 +11,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from expanse_ebpf.errors import ConfigError
+from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import (
+    TRACE_STATE_BUDGET,
     NodeReply,
     ProfilePart,
     TraceReply,
     TraceRequest,
+    TraceStatus,
     WatchProfileRequest,
 )
 from expanse_ebpf.wire.keys import parse_key
@@ -115,6 +118,7 @@ class TraceStream:
     def __init__(self, watch: TraceWatch) -> None:
         self._watch = watch
         self._taken: deque[TraceReply] = deque()
+        self.status = TraceStatus()  # the last that was told
 
     @property
     def over(self) -> bool:
@@ -128,7 +132,12 @@ class TraceStream:
         """See Stream."""
         if not self._taken:
             self._taken.extend(self._watch.replies())
-        return NodeReply(trace=self._taken.popleft()) if self._taken else None
+        if not self._taken:
+            return None
+        reply = self._taken.popleft()
+        if reply.HasField("status"):
+            self.status = reply.status
+        return NodeReply(trace=reply)
 
     def stop(self) -> None:
         """See Stream."""
@@ -137,6 +146,18 @@ class TraceStream:
     def close(self) -> None:
         """See Stream."""
         self._watch.close()
+
+
+def no_room(asked: TraceRequest, own: TraceStatus | None) -> TraceReply:
+    """The one answer to a user who has the window `own` already, or whom others leave no room (None)."""
+    why = "users have as many windows open on this node as they may; try again when one has ended"
+    if own is not None:
+        job = f" of {own.identity.scheduler}/{own.identity.id}" if own.identity.id else ""
+        which = f" ({own.id}{job})" if own.id else ""
+        why = f"you have a window open already{which}; wait for its end, or end it with Ctrl-C"
+    status = TraceStatus(state=TRACE_STATE_BUDGET, reason=why)
+    status.identity.scheduler, _, status.identity.id = clean(asked.key).partition("/")
+    return TraceReply(status=status)
 
 
 def checked(asked: TraceRequest) -> TraceRequest:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from expanse_controller import schema
 from expanse_controller.columns import MAX_INTEGER
 from expanse_controller.errors import ControllerError
-from expanse_controller.rules.engine import GONE_S, LOOK_S, STATES, Engine, Firing
+from expanse_controller.rules.engine import GONE_S, LOOK_S, NO_DATA, STATES, Engine, Firing
 from expanse_controller.rules.figures import READ, Reading
 from expanse_controller.rules.history import JobReading, NodeReading
 from expanse_controller.rules.rule import Rule
@@ -30,13 +30,17 @@ class Fired(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """What came of it. `seconds`: by rule, job and node (empty: the job), for how long in which state."""
+    """What came of it. `seconds`: by rule, job and node (empty: the job), for how long in which state.
+
+    `reasons`: why there were no data, where there were none, the last time.
+    """
 
     from_ns: int  # of the first report and the last look
     to_ns: int
     looks: int
     fired: list[Fired]
     seconds: dict[tuple[str, str, str], dict[str, float]]
+    reasons: dict[tuple[str, str, str], str]
 
 
 class _Report(NamedTuple):
@@ -53,15 +57,16 @@ def dry_run(db: Path, rules: Sequence[Rule], from_ns: int = 0, to_ns: int = 0) -
     Windows are taken to open and to last as long as they are asked to. Raises ControllerError.
     """
     engine = Engine(rules)
-    run = DryRun(0, 0, 0, [], {})
+    run = DryRun(0, 0, 0, [], {}, {})
     try:
         with closing(_opened(db)) as connection:
             for look_ns, nodes in _looks(_reports(connection, from_ns, to_ns or MAX_INTEGER)):
                 for firing in engine.step(nodes, look_ns):
                     run.fired.append(Fired(look_ns, firing))
-                for (rule, key, node), state in engine.standings():
-                    spent = run.seconds.setdefault((rule, key, node), dict.fromkeys(STATES, 0.0))
-                    spent[state] += LOOK_S
+                for place, state, reason in engine.standings():
+                    run.seconds.setdefault(place, dict.fromkeys(STATES, 0.0))[state] += LOOK_S
+                    if state == NO_DATA:
+                        run.reasons[place] = reason
                 run = run._replace(from_ns=run.from_ns or look_ns, to_ns=look_ns, looks=run.looks + 1)
     except sqlite3.Error as error:
         raise ControllerError(f"{db} cannot be read: {error}; give another file with --db") from None

@@ -138,14 +138,14 @@ class Engine:
             told.append(state)
         return told
 
-    def standings(self) -> Iterator[tuple[tuple[str, str, str], str]]:
-        """Rule, job and node (empty: the job as a whole), and the state."""
+    def standings(self) -> Iterator[tuple[tuple[str, str, str], str, str]]:
+        """Rule, job and node (empty: the job as a whole), the state, and why it is so."""
         for (number, key, node), standing in self._standings.items():
-            yield (self.rules[number].name, key, node), standing.state
+            yield (self.rules[number].name, key, node), standing.state, standing.reason
 
     def counts(self) -> Counter[tuple[str, str]]:
         """How many jobs (or nodes of jobs) there are by rule and state."""
-        return Counter((rule, state) for (rule, _, _), state in self.standings())
+        return Counter((rule, state) for (rule, _, _), state, _ in self.standings())
 
     def step(self, nodes: Iterable[NodeReading], now_ns: int) -> list[Firing]:
         """As `look`, of what was read from reports already; with the rules that open no window."""

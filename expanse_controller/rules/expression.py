@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+from expanse_controller.rules.syntax import complaint, is_chained, line, slip
+
 MAX_LENGTH = 2000
 KNOWN = "known"  # `has(known.NAME)`: for figures that a rule can do without
 # Nothing that loops or grows: the time an evaluation takes is bounded by the expression's length.
@@ -58,21 +60,21 @@ def context(values: Mapping[str, Value], optional: Collection[str] = ()) -> Any:
 class Expression:
     """A checked expression. `figures`: those that must be known; `optional`: those behind `known.`.
 
-    `figures` maps the names that there are to whether they are numbers (else they are true or false).
-    Raises ExpressionError.
+    `figures` maps the names that there are to whether they are numbers (else they are true or false); those
+    of them that lie between 0 and 1 are `shares`. Raises ExpressionError.
     """
 
-    def __init__(self, source: str, figures: Mapping[str, bool]) -> None:
+    def __init__(self, source: str, figures: Mapping[str, bool], shares: Collection[str] = ()) -> None:
         self.source = source
         if len(source) > MAX_LENGTH:
             raise ExpressionError(f"is longer than {MAX_LENGTH} characters")
         try:
             self._program = _cel().compile(source)
         except ValueError as error:
-            raise ExpressionError(f"is no CEL expression: {_syntax(str(error))}") from None
+            raise ExpressionError(f"is no CEL expression: {complaint(source, str(error))}") from None
         functions = set(self._program.references()["functions"])
         if functions - _ALLOWED:
-            name = min(functions - _ALLOWED)
+            name = min(functions - _ALLOWED).strip("_")
             raise ExpressionError(
                 f"uses {name!r}; there are comparisons, && || ! ?:, + - * /, in, double() and int()"
             )
@@ -88,6 +90,9 @@ class Expression:
         self.names = tuple(sorted(self.figures | self.optional))
         if not self.names:
             raise ExpressionError(f"asks for no figure; there are {', '.join(sorted(figures))}")
+        senseless = slip(source, shares, [name for name, is_number in figures.items() if not is_number])
+        if senseless:
+            raise ExpressionError(senseless)
         self.mean_s = self._try(figures)
 
     def evaluate(self, made: Any) -> bool:
@@ -100,9 +105,9 @@ class Expression:
             name = error.args[0] if error.args else ""
             raise EvaluationError(f"{KNOWN}.{name} is absent: has({KNOWN}.{name}) asks for that") from None
         except BaseException as error:  # a panic in the module is no Exception
-            raise EvaluationError(_line(str(error))) from None
+            raise EvaluationError(line(str(error))) from None
         if not isinstance(value, bool):
-            raise EvaluationError(f"its value is {_line(repr(value))}, which is neither true nor false")
+            raise EvaluationError(f"its value is {line(repr(value))}, which is neither true nor false")
         return value
 
     def _try(self, figures: Mapping[str, bool]) -> float:
@@ -120,25 +125,17 @@ class Expression:
             try:
                 self.evaluate(made)
             except EvaluationError as error:
-                hint = ": write 2.0 and not 2 in a calculation" if _MIXED in str(error) else ""
-                raise ExpressionError(f"cannot be evaluated{hint}; {error}") from None
+                raise ExpressionError(f"cannot be evaluated: {self._remedy(str(error))}") from None
             spent_s += time.perf_counter() - begin
         return spent_s / _TRIALS
+
+    def _remedy(self, error: str) -> str:
+        """What to write instead where CEL says at length that types differ; else what it says."""
+        if is_chained(self.source):
+            return "two comparisons in a row: write 1.0 < gpus && gpus < 4.0"
+        return "write 2.0 and not 2 in a calculation" if _MIXED in error else error
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
     close = difflib.get_close_matches(name, names, 1, 0.5)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(names))}"
-
-
-def _syntax(text: str) -> str:
-    """The parser's first complaint, with its column."""
-    found = re.search(r"ERROR: <input>:\d+:(\d+): (?:Syntax error: )?([^\n]*)", text)
-    if not found:
-        return _line(text)
-    inner = re.search(r'msg: "([^"]*)"', found[2])
-    return f"column {found[1]}: {_line(inner[1] if inner else found[2])}"
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:200]

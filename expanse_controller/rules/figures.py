@@ -50,7 +50,7 @@ READ = (
 Reading = tuple[Value, ...]  # in the order of READ
 _PICK = operator.itemgetter(*(COLUMNS.index(name) for name in READ))
 _AT = {name: place for place, name in enumerate(READ)}
-_STATE, _GPUS = _AT["state"], _AT["gpus"]
+_STATE, GPUS = _AT["state"], _AT["gpus"]
 
 
 def reading(sample: JobSample) -> Reading:
@@ -91,6 +91,11 @@ class Figure:
         """Whether it is not just true or false."""
         return self.unit != ""
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it lies between 0 and 1."""
+        return self.unit == _SHARE
+
 
 def _gauge(name: str, scale: float = 1.0) -> Term:
     at = _AT[name]
@@ -126,7 +131,7 @@ def _rate_per_gpu(name: str, scale: float) -> Term:
     at = _AT[name]
 
     def term(span: Span) -> tuple[float, float] | None:
-        grown, gpus = _grown(span, at), span.new[_GPUS]
+        grown, gpus = _grown(span, at), span.new[GPUS]
         return None if grown is None or not gpus else (grown * scale, span.seconds * gpus)
 
     return term
@@ -256,7 +261,7 @@ def of_job(figure: Figure, spans: Sequence[Span]) -> float | bool | list[int]:
         term = figure.term(span)
         if term is not None:
             terms.append(term)
-        elif not figure.is_gpu or span.new[_GPUS]:
+        elif not figure.is_gpu or span.new[GPUS]:
             unknown.append(place)
     if not unknown and terms:
         value = _combined(figure, terms)
@@ -280,7 +285,7 @@ def _combined(figure: Figure, terms: Sequence[tuple[float, float]]) -> float | b
         value = sum(part for part, _ in terms) / sum(whole for _, whole in terms)
     if not 0 <= value < math.inf:
         return None
-    if figure.unit == _SHARE and value > 1:
+    if figure.is_share and value > 1:
         return 1.0 if value <= SHARE_TOLERANCE else None
     return value
 

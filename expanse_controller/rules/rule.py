@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from expanse_controller.errors import ControllerError
 from expanse_controller.rules.expression import Expression, ExpressionError
 from expanse_controller.rules.figures import FIGURES
+from expanse_controller.rules.syntax import line as in_one_line
 
 MAX_BYTES = 64 * 1024
 MAX_RULES = 100
@@ -77,29 +79,27 @@ def parse(data: bytes) -> Checked:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         words = " ".join(filter(None, (error.problem, error.context)))
-        found.faults.append(Fault(mark.line + 1 if mark else 1, f"is no YAML: {_short(words)}"))
+        found.faults.append(Fault(mark.line + 1 if mark else 1, f"is no YAML: {in_one_line(words)}"))
         return found
     except RecursionError:
         found.faults.append(Fault(1, "is no YAML: nested too deeply"))
         return found
     except (yaml.YAMLError, ValueError) as error:
-        found.faults.append(Fault(1, f"is no YAML: {_short(str(error))}"))
+        found.faults.append(Fault(1, f"is no YAML: {in_one_line(str(error))}"))
         return found
     if not isinstance(root, yaml.SequenceNode):
         found.faults.append(Fault(1, "the file is not a list of rules: begin each with '- name: …'"))
         return found
     lines: dict[str, int] = {}
     for node in root.value[:MAX_RULES]:
-        rule = _rule(node, found.faults)
-        if rule is None:
+        rule, name, line = _rule(node, found.faults), _name_of(node), node.start_mark.line + 1
+        if name in lines:
+            found.faults.append(Fault(line, f"there is a rule {name!r} already, in line {lines[name]}"))
             continue
-        if rule.name in lines:
-            found.faults.append(
-                Fault(rule.line, f"there is a rule {rule.name!r} already, in line {lines[rule.name]}")
-            )
-            continue
-        lines[rule.name] = rule.line
-        found.rules.append(rule)
+        if name:
+            lines[name] = line
+        if rule:
+            found.rules.append(rule)
     if len(root.value) > MAX_RULES:
         line = root.value[MAX_RULES].start_mark.line + 1
         found.faults.append(Fault(line, f"there are more than {MAX_RULES} rules"))
@@ -114,7 +114,8 @@ def load(path: Path) -> list[Rule]:
         first = found.faults[0]
         more = f" (and {len(found.faults) - 1} more)" if len(found.faults) > 1 else ""
         raise ControllerError(
-            f"{path}, line {first.line}: {first.text}{more} (expanse-controller rules check tells all)"
+            f"{path}, line {first.line}: {first.text}{more}; "
+            f"expanse-controller rules check {shlex.quote(str(path))} tells all"
         )
     return found.rules
 
@@ -179,6 +180,14 @@ def _rule(node: Any, faults: list[Fault]) -> Rule | None:
     )
 
 
+def _name_of(node: Any) -> str:
+    """The name that a rule has, whatever else is wrong with it; empty: none that a rule may have."""
+    for key, value in node.value if node.id == "mapping" else ():
+        if key.value == "name" and value.id == "scalar" and _NAME.fullmatch(value.value):
+            return str(value.value)
+    return ""
+
+
 def _entries(node: Any, what: str, keys: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any] | None:
     """The nodes in a mapping by their keys, which must be among `keys`; None where it is no mapping."""
     if node.id != "mapping":
@@ -190,7 +199,7 @@ def _entries(node: Any, what: str, keys: Mapping[str, Any], faults: list[Fault])
         name = key.value if key.id == "scalar" else ""
         if name not in keys:
             known = ", ".join(keys)
-            faults.append(Fault(line, f"{what} has no key {_short(str(name))!r}; there are {known}"))
+            faults.append(Fault(line, f"{what} has no key {in_one_line(str(name))!r}; there are {known}"))
         elif name in found:
             faults.append(Fault(line, f"{name!r} is there twice"))
         else:
@@ -223,23 +232,27 @@ def _a_sentence(node: Any) -> str:
 
 def _one_of(words: Sequence[str], node: Any) -> str:
     if node.value not in words:
-        raise _WrongError(f"must be one of {', '.join(words)}; it is {_short(node.value)!r}")
+        raise _WrongError(f"must be one of {', '.join(words)}; it is {in_one_line(node.value)!r}")
     return str(node.value)
 
 
 def _a_duration(most_s: float, node: Any) -> float:
     seconds = duration_s(node.value)
     if seconds is None:
-        raise _WrongError(f"must be a duration like 30s, 10m, 2h or 1d; it is {_short(node.value)!r}")
+        raise _WrongError(f"must be a duration like 30s, 10m, 2h or 1d; it is {in_one_line(node.value)!r}")
     if seconds > most_s:
         raise _WrongError(f"must be at most {most_s / 3600:g}h")
     return seconds
 
 
 def _seconds(node: Any) -> float:
-    if not _NUMBER.fullmatch(node.value) or not 0 < float(node.value) <= MAX_WINDOW_S:
-        raise _WrongError(f"must be a number of seconds above 0, at most {MAX_WINDOW_S:g}")
-    return float(node.value)
+    given = float(node.value) if _NUMBER.fullmatch(node.value) else duration_s(node.value)
+    if given is None or not 0 < given <= MAX_WINDOW_S:
+        raise _WrongError(
+            f"must be above 0s and at most {MAX_WINDOW_S / 3600:g}h, like 25, 25s or 2m; "
+            f"it is {in_one_line(node.value)!r}"
+        )
+    return given
 
 
 def _a_switch(node: Any) -> bool:
@@ -250,7 +263,8 @@ def _a_switch(node: Any) -> bool:
 
 def _an_expression(node: Any) -> Expression:
     try:
-        return Expression(node.value, {name: figure.is_number for name, figure in FIGURES.items()})
+        shares = {name for name, figure in FIGURES.items() if figure.is_share}
+        return Expression(node.value, {name: one.is_number for name, one in FIGURES.items()}, shares)
     except ExpressionError as error:
         raise _WrongError(str(error)) from None
 
@@ -267,7 +281,3 @@ _KEYS: dict[str, Callable[[Any], Any]] = {
     "severity": partial(_one_of, ("info", "warning", "critical")),
 }
 _WINDOW_KEYS: dict[str, Callable[[Any], Any]] = {"seconds": _seconds, "stacks": _a_switch}
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:200]

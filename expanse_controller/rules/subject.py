@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from expanse_controller.rules.figures import FIGURES, PEERS, Span, medians_of_others, of_job
+from expanse_controller.rules.figures import FIGURES, GPUS, PEERS, Span, medians_of_others, of_job
 
 NAMED = 3  # nodes that a reason names at most
+NO_GPU = "holds no GPU"
 
 
 class Part(NamedTuple):
@@ -25,12 +26,15 @@ class Subject(NamedTuple):
 
     values: dict[str, float | bool]
     missing: Mapping[str, Sequence[str]]
+    has_no_gpu: bool = False  # none that is known, on any of its nodes
 
     def reason(self, names: frozenset[str]) -> str:
         """Which of the figures are not known, in words; empty: all are."""
         if names <= self.values.keys():
             return ""
         absent = sorted(names - self.values.keys())
+        if self.has_no_gpu and any(FIGURES[name].is_gpu for name in absent):
+            return NO_GPU
         nodes = list(dict.fromkeys(node for name in absent for node in self.missing.get(name, ())))
         more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
         where = f" (of {', '.join(nodes[:NAMED])}{more})" if nodes else ""
@@ -58,7 +62,8 @@ def of_all(parts: Sequence[Part], names: Collection[str]) -> Subject:
             missing[name] = [parts[i].node for i in value] if len(parts) > 1 else ()
         else:
             values[name] = value
-    return Subject(values, missing)
+    has_no_gpu = not silent and not any(span.new[GPUS] for span in spans)
+    return Subject(values, missing, has_no_gpu)
 
 
 def of_each(parts: Sequence[Part], names: Collection[str]) -> list[Subject]:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
 import shutil
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING
 
 import click
 
 from expanse_ebpf import config
-from expanse_ebpf.cli.profile import seconds
+from expanse_ebpf.cli.profile import LEAST_S, seconds
+from expanse_ebpf.cli.trace_file import PerfettoFile
 from expanse_ebpf.errors import ConfigError, ExpanseError, UnavailableError, UnknownJobError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from expanse_ebpf.cli.trace_session import Windows
-    from expanse_ebpf.wire.collector_pb2 import Trace, TraceRequest
+    from expanse_ebpf.wire.collector_pb2 import TraceRequest
 
-ENDINGS = (".pftrace", ".perfetto-trace", ".pftrace.gz", ".perfetto-trace.gz", ".gz")
 MOST_S = 3600.0
 _COMPLETION_S = 2.0
 
@@ -42,7 +40,7 @@ class BudgetError(ExpanseError):
 
 
 # By state: what is raised when no node has a trace, what stands for a missing reason, and what helps. Where
-# nodes differ the first of these is told.
+# nodes differ the first of these is told. `{through}` is the controller's flag, or nothing.
 _WITHOUT_TRACE: dict[str, tuple[type[ExpanseError], str, str]] = {
     "failed": (UnavailableError, "the window failed", "the agent's log may say more"),
     "budget": (
@@ -58,7 +56,7 @@ _WITHOUT_TRACE: dict[str, tuple[type[ExpanseError], str, str]] = {
     "no_targets": (
         UnknownJobError,
         "there is no such job, or it has no process",
-        "`expanse-ebpf top --once` lists the jobs there are",
+        "`expanse-ebpf top --once{through}` lists the jobs there are",
     ),
 }
 
@@ -86,16 +84,18 @@ def job_keys(_context: click.Context, _parameter: click.Parameter, begun: str) -
     short_help="Trace every GPU call of a job for some seconds.",
     epilog="""\b
 Examples:
-  expanse-ebpf trace slurm/123                         25 s on all its nodes: a summary
-  expanse-ebpf trace run/train -s 5 -o train.pftrace   and a file for https://ui.perfetto.dev
-  expanse-ebpf trace run/train --stacks                with the Python line of each launch
+  expanse-ebpf trace slurm/123              25 s on all its nodes: a summary
+  expanse-ebpf trace run/x -s 5 -o x.pftrace   a file for https://ui.perfetto.dev
+  expanse-ebpf trace run/x --stacks         with the Python line of each launch
   expanse-ebpf trace slurm/123 --json | jq .summary
   expanse-ebpf trace slurm/123 --controller head:9777 --node gpu017
 
 \b
-Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID""",
+Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME,
+          container/ID""",
 )
-@click.argument("key", metavar="JOB", shell_complete=job_keys)
+@click.argument("key", metavar="JOB", required=False, shell_complete=job_keys)
+@click.option("-j", "--job", "named", metavar="KEY", shell_complete=job_keys, help="The same as JOB.")
 @click.option(
     "-s",
     "--seconds",
@@ -127,7 +127,8 @@ Job keys: slurm/123, kubernetes/NAMESPACE/POD, run/NAME, unit/NAME, container/ID
 @click.option("--local", is_flag=True, help="On this node, whatever controller.address says.")
 @click.option("--socket", metavar="PATH", envvar="EXPANSE_AGENT_SOCKET", help="The agent's Unix socket.")
 def command(
-    key: str,
+    key: str | None,
+    named: str | None,
     length: str | None,
     stacks: bool,
     as_json: bool,
@@ -148,32 +149,33 @@ def command(
 
     \b
     The exit code is
-      0    when there is a trace, also one that was cut short: standard error says so
+      0    when there is a trace, also one that was cut short: stderr says so
       2    for what makes no sense
       3    when there is no such job, or it has no process (no_targets)
-      4    when its processes have no function that can be probed (no_probe_point)
-      5    when its windows have used up what they may (budget)
+      4    when nothing in its processes can be probed (no_probe_point)
+      5    when windows have used up what they may, or one is open (budget)
       1    when it failed otherwise
       130  when it was given up
     """
     from expanse_ebpf.wire.collector_pb2 import TraceRequest
     from expanse_ebpf.wire.keys import parse_key
 
+    if (key is None) == (named is None):
+        raise ConfigError("give one job's key, as JOB or by --job KEY: slurm/123, run/NAME")
+    key = key if key is not None else named or ""
     parse_key(key)
+    configured = settings()
     request = TraceRequest(key=key, stacks=stacks, node=node or "")
     if length is not None:
-        request.seconds = seconds(length, "--seconds")
-        if request.seconds > MOST_S:
-            raise ConfigError(f"--seconds: {length} is more than {MOST_S:g} seconds")
-    request.cost_share = share_of_one(cost, "--cost", 0.0001)
-    request.run_share = share_of_one(share, "--share", 0.001)
+        request.seconds = window_s(length, configured.tracing.max_window_s)
+    request.cost_share = share_of_one(cost, "--cost", 0.0001, "2% or 0.02")
+    request.run_share = share_of_one(share, "--share", 0.001, "30% or 0.3")
     file = PerfettoFile(output) if output is not None else None
-    configured = settings()
     source = click.get_current_context().get_parameter_source("socket")
-    named = source is click.core.ParameterSource.COMMANDLINE
-    if controller is not None and (local or named):
+    own_socket = source is click.core.ParameterSource.COMMANDLINE
+    if controller is not None and (local or own_socket):
         raise ConfigError(f"--controller and {'--local' if local else '--socket'} exclude each other")
-    address = "" if local or named else controller or configured.controller.address
+    address = "" if local or own_socket else controller or configured.controller.address
     if address:
         config.split_address(address, "--controller")
         windows = _by_controller(address, request)
@@ -181,7 +183,7 @@ def command(
         if node is not None:
             raise ConfigError("--node needs --controller HOST:PORT; without one the window is on this node")
         windows = _by_agent(socket or configured.agent.socket, request)
-    write(key, windows, file, as_json)
+    write(key, windows, file, as_json, address)
 
 
 def settings() -> config.Config:
@@ -190,15 +192,27 @@ def settings() -> config.Config:
     return config.load(Path(os.devnull) if there else None)
 
 
-def share_of_one(given: str | None, flag: str, least: float) -> float:
-    """A share given as "2%" or "0.02"; 0 when none is. Raises ConfigError."""
+def window_s(given: str, most: float) -> float:
+    """The length of a window, in seconds; `most` is what is said to be allowed. Raises ConfigError."""
+    allowed = f"use {LEAST_S:g} to {most:g} s (tracing.max_window_s): 25, 25s, 2m"
+    try:
+        length = seconds(given, "--seconds")
+    except ConfigError:
+        raise ConfigError(f"--seconds: {given[:80]!r} is no length of a window: {allowed}") from None
+    if length > MOST_S:
+        raise ConfigError(f"--seconds: {given} is longer than any window: {allowed}")
+    return length
+
+
+def share_of_one(given: str | None, flag: str, least: float, example: str) -> float:
+    """A share given as "2%" or "0.02"; 0 when none is. Raises ConfigError, with an `example`."""
     if given is None:
         return 0.0
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(%?)", given, re.ASCII)
     share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
     if not least <= share <= 1:
         raise ConfigError(
-            f"{flag}: {given[:80]!r} is not a share between {least * 100:g}% and 100%: use 2% or 0.02"
+            f"{flag}: {given[:80]!r} is not a share between {least * 100:g}% and 100%: use {example}"
         )
     return share
 
@@ -210,7 +224,7 @@ def _by_agent(path: str, request: TraceRequest) -> Windows:
     from expanse_ebpf.cli import trace_session
 
     windows = trace_session.Windows()
-    with trace_session.ended_early() as early, trace_session.Progress(sys.stderr) as progress:
+    with trace_session.ended_early() as early, trace_session.Progress(sys.stderr, "ends it") as progress:
         for reply in trace_session.by_agent(path, request, lambda: early.happened):
             windows.add(reply)
             progress.show(windows)
@@ -223,7 +237,7 @@ def _by_controller(address: str, request: TraceRequest) -> Windows:
 
     windows = trace_session.Windows()
     try:
-        with trace_session.Progress(sys.stderr) as progress:
+        with trace_session.Progress(sys.stderr, "leaves it, it goes on") as progress:
             for reply in remote.trace(address, request):
                 windows.add(reply)
                 progress.show(windows)
@@ -240,57 +254,11 @@ def _by_controller(address: str, request: TraceRequest) -> Windows:
 # ---- output
 
 
-class PerfettoFile:
-    """The file that a trace goes to; either the whole of it is written, or nothing is touched."""
+def write(title: str, windows: Windows, file: PerfettoFile | None, as_json: bool, address: str = "") -> None:
+    """Print what came of a window, and write its trace. Raises what says why there is none.
 
-    def __init__(self, name: str) -> None:
-        """Raises ConfigError where no file can be made, so that no window is opened for nothing."""
-        self.path = Path(name)
-        if not self.path.name.lower().endswith(ENDINGS):
-            raise ConfigError(
-                f"-o {name}: name it FILE.pftrace, or FILE.pftrace.gz to have it packed; "
-                "the summary goes to standard output"
-            )
-        try:
-            self._place = self.path.resolve()  # where a link points
-            if self._place.exists() and not self._place.is_file():
-                raise ConfigError(f"-o {name}: is no file; name another")
-            if self._place.exists() and not os.access(self._place, os.W_OK):
-                raise ConfigError(f"-o {name}: permission denied; name another file")
-            self._beside = self._place.parent / f".expanse-trace-{os.urandom(4).hex()}"
-            self._open().close()
-        except RuntimeError:
-            raise ConfigError(f"-o {name}: is a loop of links; name another file") from None
-        except OSError as error:
-            raise ConfigError(f"-o {name}: {error.strerror}; name another file") from None
-        self._beside.unlink()
-
-    def _open(self) -> BinaryIO:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.fdopen(os.open(self._beside, flags, 0o666), "wb")
-
-    def write(self, traces: list[Trace]) -> None:
-        """Write them as one. Raises UnavailableError when that fails, TraceError for damaged ones."""
-        from expanse_ebpf.export import perfetto
-
-        try:
-            with self._open() as raw, self._packer(raw) as file:
-                for chunk in perfetto.chunks(traces):
-                    file.write(chunk)
-            self._beside.replace(self._place)
-        except OSError as error:
-            raise UnavailableError(f"cannot write {self.path}: {error.strerror}; give another -o") from None
-        finally:
-            self._beside.unlink(missing_ok=True)
-
-    def _packer(self, raw: BinaryIO) -> AbstractContextManager[BinaryIO]:
-        if not self.path.name.lower().endswith(".gz"):
-            return nullcontext(raw)
-        return cast("BinaryIO", gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0))
-
-
-def write(title: str, windows: Windows, file: PerfettoFile | None, as_json: bool) -> None:
-    """Print what came of a window, and write its trace. Raises what says why there is none."""
+    `address` is the controller's, empty where none was asked.
+    """
     traces, lost = windows.traces()
     summary = failure = None
     if traces:
@@ -321,14 +289,14 @@ def write(title: str, windows: Windows, file: PerfettoFile | None, as_json: bool
             raise UnavailableError("standard output is closed; give trace somewhere to write to")
         encoding = sys.stdout.encoding or "ascii"
         click.echo(output.encode(encoding, "replace").decode(encoding))
-    _require(title, windows, lost, traced=bool(traces))
+    _require(title, windows, lost, address, traced=bool(traces))
     if failure is not None:
         raise failure
     if file is not None:
         say(f"written to {file.path}: open it in https://ui.perfetto.dev")
 
 
-def _require(title: str, windows: Windows, lost: dict[str, str], *, traced: bool) -> None:
+def _require(title: str, windows: Windows, lost: dict[str, str], address: str, *, traced: bool) -> None:
     """Say what is missing; raise it when that is everything."""
     from expanse_ebpf.cli.trace_session import state_name
 
@@ -348,6 +316,7 @@ def _require(title: str, windows: Windows, lost: dict[str, str], *, traced: bool
         return
     for state, (kind, _, remedy) in _WITHOUT_TRACE.items():
         if state in found:
+            remedy = remedy.replace("{through}", f" --controller {address}" if address else "")
             raise kind(f"{title}: no trace: {state}: {found[state]}{remedy and f'; {remedy}'}")
     raise UnavailableError(f"{title}: no trace: nothing was heard of the window; see the agent's log")
 

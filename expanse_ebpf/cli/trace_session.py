@@ -72,7 +72,7 @@ class Windows:
     def traces(self) -> tuple[list[Trace], dict[str, str]]:
         """The traces that have come; and, by node, why one that should be there is not."""
         from expanse_ebpf.export import trace_parts
-        from expanse_ebpf.export.trace_reader import TraceError
+        from expanse_ebpf.export.trace_reader import Reader, TraceError
 
         traces: list[Trace] = []
         lost: dict[str, str] = {}
@@ -80,7 +80,9 @@ class Windows:
             status, parts = self.statuses.get(node, TraceStatus()), self._parts.get(node, {})
             if parts:
                 try:
-                    traces.append(trace_parts.join(parts[index] for index in sorted(parts)))
+                    trace = trace_parts.join(parts[index] for index in sorted(parts))
+                    Reader(trace)  # what does not hold together is lost alone, not with all the others
+                    traces.append(trace)
                 except TraceError as error:
                     lost[node] = _joined(str(error), status.reason)
             elif status.state <= TRACE_STATE_DONE:
@@ -109,6 +111,7 @@ def state_name(status: TraceStatus) -> str:
 
 def status_as_json(node: str, status: TraceStatus) -> dict[str, Any]:
     """How a window stands on one node; what is not known is null."""
+    begun = begun_yet(status)
     return {
         "node": node or None,
         "state": state_name(status),
@@ -116,12 +119,17 @@ def status_as_json(node: str, status: TraceStatus) -> dict[str, Any]:
         "rule": status.rule or None,
         "from_ns": status.from_ns or None,
         "to_ns": status.to_ns or None,
-        "seconds": _finite(status.seconds),
-        "targets": status.targets,
-        "launches": status.launches,
-        "traced_share": _finite(status.traced_share),
-        "cost_share": _finite(status.cost_share),
+        "seconds": _finite(status.seconds) or None,
+        "targets": status.targets if begun else None,
+        "launches": status.launches if begun else None,
+        "traced_share": _finite(status.traced_share) if begun else None,
+        "cost_share": _finite(status.cost_share) if begun else None,
     }
+
+
+def begun_yet(status: TraceStatus) -> bool:
+    """Whether it has figures: it is open, or was."""
+    return status.state == TRACE_STATE_OPEN or bool(status.from_ns)
 
 
 def _finite(value: float) -> float | None:
@@ -136,8 +144,10 @@ def job_key(identity: JobIdentity) -> str:
 class Progress:
     """How the window stands: one line on a terminal, drawn over and over; elsewhere a line per change."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | None, ctrl_c: str) -> None:
+        """`ctrl_c`: what that does to the window, as in "Ctrl-C ends it"."""
         self._stream = stream
+        self._ctrl_c = ctrl_c
         self._on_terminal = stream is not None and stream.isatty()
         self._drawn = float("-inf")
         self._columns = 0
@@ -165,8 +175,7 @@ class Progress:
             self._drawn = now
             self._draw(text.clean(self.line(windows, now)))
 
-    @staticmethod
-    def line(windows: Windows, now: float) -> str:
+    def line(self, windows: Windows, now: float) -> str:
         """All nodes in one line, at the monotonic time `now`."""
         statuses = list(windows.statuses.values())
         open_ones = [status for status in statuses if status.state == TRACE_STATE_OPEN]
@@ -179,7 +188,9 @@ class Progress:
             said.append(f"{max(0.0, left):.0f} s left")
         said.append(f"{sum(status.launches for status in statuses):,} launches")
         said.append(f"cost {text.percent(max((s.cost_share for s in statuses), default=0.0))}")
-        return ", ".join([*said, "Ctrl-C ends it"])
+        if open_ones or waiting:
+            said.append(f"Ctrl-C {self._ctrl_c}")
+        return ", ".join(said)
 
     def _draw(self, line: str) -> None:
         assert self._stream is not None

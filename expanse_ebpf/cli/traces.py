@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from expanse_ebpf import config
-from expanse_ebpf.cli.trace import PerfettoFile, job_keys, settings, write
+from expanse_ebpf.cli.trace import job_keys, settings, write
+from expanse_ebpf.cli.trace_file import PerfettoFile
 from expanse_ebpf.errors import ConfigError, UnavailableError, UnknownJobError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _fetch(address: str, window: str, file: PerfettoFile | None, as_json: bool) 
             f"controller {address} has no window {window}; `expanse-ebpf traces` lists those it has"
         )
     title = next(job_key(status.identity) for status in windows.statuses.values())
-    write(title, windows, file, as_json)
+    write(title, windows, file, as_json, address)
 
 
 def _list(address: str, key: str, limit: int, as_json: bool) -> None:
@@ -114,7 +115,7 @@ def _as_json(stored: StoredTrace) -> dict[str, Any]:
 
 
 def _row(stored: StoredTrace) -> tuple[str, ...]:
-    from expanse_ebpf.cli.trace_session import job_key, state_name
+    from expanse_ebpf.cli.trace_session import begun_yet, job_key, state_name
     from expanse_ebpf.top import text
 
     status = stored.status
@@ -125,7 +126,7 @@ def _row(stored: StoredTrace) -> tuple[str, ...]:
         when(status.from_ns or status.start_ns),
         status.rule or "asked for",
         state_name(status),
-        f"{status.launches:,}",
+        f"{status.launches:,}" if begun_yet(status) else "-",
         text.size(stored.bytes) if stored.bytes else "-",
         status.reason,
     )

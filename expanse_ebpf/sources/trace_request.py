@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +13,7 @@ from expanse_ebpf.text import clean
 from expanse_ebpf.wire.collector_pb2 import (
     JOB_STATE_ENDED,
     TRACE_STATE_BUDGET,
+    TRACE_STATE_DONE,
     TRACE_STATE_FAILED,
     TRACE_STATE_NO_TARGETS,
     Evidence,
@@ -45,6 +47,17 @@ def first_status(request: TraceRequest, state: TraceState, reason: str = "") -> 
     status.identity.scheduler, _, status.identity.id = clean(request.key).partition("/")
     status.identity.run = request.run
     return status
+
+
+def open_already(status: TraceStatus, now_ns: int) -> RefusedError:
+    """Why a job cannot have a window beside the one that stands so."""
+    end_ns = max(status.start_ns, status.from_ns) + round(status.seconds * 1e9)
+    if end_ns <= now_ns or status.state >= TRACE_STATE_DONE:
+        why = f"window {status.id} of the job is just ending; try again in some seconds"
+    else:
+        until = time.strftime("%H:%M:%S", time.gmtime(end_ns // 10**9))
+        why = f"window {status.id} of the job is open already, until {until} UTC; wait for its end"
+    return RefusedError(TRACE_STATE_BUDGET, why)
 
 
 def evidence(request: TraceRequest) -> list[Evidence]:
@@ -127,7 +140,8 @@ def plan(
     if request.rule and traced.last_s is not None:
         wait_s = traced.last_s + config.pause_s - now_s
         if wait_s > ahead_s:
-            why = f"a rule may open the job's next window in {math.ceil(wait_s)} s (tracing.pause_s)"
+            wait = trace_share.wait_of(wait_s)
+            why = f"a rule may open the job's next window in {wait} (tracing.pause_s)"
             raise RefusedError(TRACE_STATE_BUDGET, why)
     run_share = trace_share.positive(request.run_share, config.run_share, 1.0 if local else config.run_share)
     cost_share = trace_share.positive(

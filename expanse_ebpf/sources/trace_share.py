@@ -38,20 +38,28 @@ def judge(
 
     `most_s` is the limit of any window; `may_lift`: who asked may also ask for a larger share.
     """
-    seconds, reasons = min(wished_s, most_s), []
+    seconds, reason, limit = min(wished_s, most_s), "", ""
     if seconds < wished_s:
-        reasons.append(f"shortened to {seconds:g} s, the most that tracing.max_window_s allows")
+        reason = f"shortened to {seconds:g} s, the most that tracing.max_window_s allows"
+        limit = f"; {seconds:g} s is the most in any case (tracing.max_window_s)"
     room = longest(age_s, traced_s, share)
     lift = "; --share 100% lifts that" if may_lift else " (tracing.run_share of the node)"
     rule = f"at most {100 * share:.3g} % of the run may be traced"
     least = min(seconds, LEAST_S)
     if room < least:
-        wait = max(1, math.ceil(age_for(least, traced_s, share) - age_s))
-        return Verdict(0.0, f"{rule}; possible in {wait} s{lift}")
+        wait = wait_of(age_for(least, traced_s, share) - age_s)
+        return Verdict(0.0, f"{rule}; possible in {wait}{lift}{limit}")
     if room < seconds:
-        seconds = room
-        reasons = [f"shortened to {seconds:.1f} s: {rule}{lift}"]
-    return Verdict(seconds, "; ".join(reasons))
+        seconds, reason = room, f"shortened to {room:.1f} s: {rule}{lift}{limit}"
+    return Verdict(seconds, reason)
+
+
+def wait_of(seconds: float) -> str:
+    """A time to be waited in words, rounded up: "42 s", "7 min", "1 h 24 min"."""
+    if seconds <= 120:
+        return f"{max(1, math.ceil(seconds))} s"
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return " ".join(([f"{hours} h"] if hours else []) + ([f"{minutes} min"] if minutes else []))
 
 
 def positive(value: float, default: float, most: float) -> float:

@@ -25,6 +25,7 @@ from expanse_ebpf.sources.trace_request import (
     Traced,
     evidence,
     first_status,
+    open_already,
     plan,
     wanted,
 )
@@ -177,8 +178,9 @@ class TraceSource:
         if slot is None:
             why = "no accounting slot was free for the job: its processes cannot be told from others"
             raise RefusedError(TRACE_STATE_FAILED, why)
-        if any(window.job is job and not window.over for window in self._windows):
-            raise RefusedError(TRACE_STATE_BUDGET, "a window of the job is open already")
+        for other in self._windows:
+            if other.job is job and not other.over:
+                raise open_already(other.status, time.time_ns())
         if len(self._processes()) >= MOST_WINDOWS:
             why = f"{MOST_WINDOWS} windows are open on this node; try again when one has ended"
             raise RefusedError(TRACE_STATE_BUDGET, why)

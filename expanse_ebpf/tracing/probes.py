@@ -110,15 +110,19 @@ class WindowProbes:
             self.refused.setdefault(file.path, {}).update({names[at]: why for at, why in refused.items()})
         self.most = max(self.most, self._calls.calls.count + self._calls.returns.count)
 
-    def detach(self) -> None:
-        """Stop counting, and take all probes away; safe when there is none."""
+    def stop(self) -> None:
+        """Stop counting; the probes stay where they are until detach(). Safe when there is none."""
         if not self.in_place:
             return
         self._calls.window.counting = 0
-        began = time.monotonic_ns()
-        self.spans[-1] = (self.spans[-1][0], began)
+        self.spans[-1] = (self.spans[-1][0], time.monotonic_ns())
         self.in_place = False
         self.most = max(self.most, self._calls.calls.count + self._calls.returns.count)
+
+    def detach(self) -> None:
+        """Stop counting, and take all probes away; safe when there is none."""
+        self.stop()
+        began = time.monotonic_ns()
         self._calls.detach()
         self.detach_ns += time.monotonic_ns() - began
 

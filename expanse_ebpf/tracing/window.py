@@ -13,6 +13,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,6 +60,7 @@ _RECORDS_S, _SCAN_S, _STATUS_S, _NAMES_S, _DRAIN_S = 0.02, 0.5, 0.5, 1.0, 1.0
 _REST = 3  # times as long as a step took, before the same one is taken again
 _MOST_RECORDS = 2000  # at once: some 10 ms, in which the budget is not looked at
 _LOOK_UP_S = 5.0  # that are waited for the last names
+_DETACH_S = 5.0  # that are waited for the probes before the trace is made
 _PROMISING_S = 5.0  # a window that has found nothing to probe by then is over
 # A hit costs 7 to 29 % more in a program than in the loop in which it is measured, which keeps all in the
 # caches (bench/gpu_calls).
@@ -135,8 +137,12 @@ class Window:
         while self._step(time.monotonic() - began):
             self._listen(min(self._budget.wait_s, self._next_due()))
             self._do_what_is_due()
-        self._probes.detach()
+        self._probes.stop()
         self._status.to_ns = time.time_ns()
+        # Before Linux 6.6 this takes up to half a minute, for which the agent need not wait.
+        detaching = threading.Thread(target=self._probes.detach)
+        detaching.start()
+        detaching.join(_DETACH_S)
         while self._consume():
             pass  # no more come in
         self._names.finish(_LOOK_UP_S)
@@ -147,6 +153,7 @@ class Window:
         else:
             missing = outcome.cut_short(self._calls, self._targets, self._probes)
             self._end(TRACE_STATE_DONE, "; ".join(filter(None, (self._stopping, missing))))
+        detaching.join()
 
     def _until_start(self) -> float:
         return (self._settings.start_ns - time.time_ns()) / 1e9

@@ -255,3 +255,13 @@ def _build_programs(made: CudaStandIn, compiler: list[str]) -> None:
         program("hammer", variant, "hammer.c")
     _run(*compiler, "-shared", "-o", made.libraries / "libmodel.so", kernels)
     shutil.rmtree(scratch)
+
+
+def main(arguments: list[str]) -> None:
+    """The command line: a folder that there is not yet."""
+    made = build(Path(arguments[0]).absolute())
+    print(f"LD_LIBRARY_PATH={made.libraries}; programs in {made.program('')}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
