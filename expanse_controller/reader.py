@@ -29,6 +29,8 @@ MAX_VALUES = 80_000
 MAX_JOBS = 5000
 MAX_NODES = 10  # that are named in an error
 MAX_TRACES, USUAL_TRACES = 1000, 100
+# So many that became known before others may have begun after them.
+LATE_TRACES = 200
 
 _JOB = """SELECT jobs.id, jobs.boot, jobs.identity, nodes.name, first_ns, last_ns, state
     FROM jobs JOIN boots ON boots.id = jobs.boot JOIN nodes ON nodes.id = boots.node """
@@ -182,7 +184,7 @@ class Reader:
     def traces(self, key: tuple[str, str] | None, window: str, limit: int) -> list[tuple[int, StoredTrace]]:
         """Windows, the newest first, each with the row of its node's boot: those of `key`, or of all jobs.
 
-        `window` "" is any; `limit` 0 the usual number.
+        The nodes of a window stand together. `window` "" is any; `limit` 0 the usual number.
         """
         where: list[str] = ["1"]
         values: list[str] = []
@@ -192,9 +194,11 @@ class Reader:
         if window:
             where.append("traces.window = ?")
             values.append(window)
+        limit = min(limit or USUAL_TRACES, MAX_TRACES)
+        # The file has them in the order in which they became known, not in that of their beginnings.
         rows = self._db.execute(
             f"{_TRACE} WHERE {' AND '.join(where)} ORDER BY traces.id DESC LIMIT ?",
-            (*values, min(limit or USUAL_TRACES, MAX_TRACES)),
+            (*values, limit + LATE_TRACES),
         )
         found, installations = [], []
         for boot, node, install_id, status, evidence, size in rows:
@@ -207,7 +211,12 @@ class Reader:
         for (_, trace), install_id in zip(found, installations, strict=True):
             if several[trace.status.id, trace.node] > 1:
                 trace.node = labelled(trace.node, install_id)
-        return found
+        began: dict[str, int] = {}
+        for _, trace in found:
+            began[trace.status.id] = max(began.get(trace.status.id, 0), _began(trace))
+        place = {window: number for number, window in enumerate(began)}
+        found.sort(key=lambda one: (-began[one[1].status.id], place[one[1].status.id], -_began(one[1])))
+        return found[:limit]
 
     def trace_part(self, window: str, boot: int, number: int) -> TracePart | None:
         """A part of the trace of one node, which is told by the row of its boot."""
@@ -217,6 +226,10 @@ class Reader:
             (window, boot, number),
         ).fetchone()
         return row and TracePart(id=window, index=number, parts=row[0], data=row[1])
+
+
+def _began(trace: StoredTrace) -> int:
+    return trace.status.from_ns or trace.status.start_ns
 
 
 def _newest_run(found: list[tuple[int, int, StoredJob]]) -> list[tuple[int, int, StoredJob]]:

@@ -20,18 +20,17 @@ import grpc.aio
 
 from expanse_controller import metrics
 from expanse_controller.errors import ControllerError
-from expanse_controller.ingest import Figures, Ingest
-from expanse_controller.presence import age_s, conflicts
+from expanse_controller.ingest import Ingest
+from expanse_controller.presence import conflicts
 from expanse_controller.query import Query
 from expanse_controller.reader import Reader
+from expanse_controller.rules.watch import RuleWatch, engine_of
 from expanse_controller.store import SETTLE_S, Store
-from expanse_controller.windows import RefusedError, Windows
+from expanse_controller.windows import Windows
 from expanse_ebpf.wire import transport
 
 if TYPE_CHECKING:
-    from expanse_controller.rules.engine import Engine, Firing
     from expanse_controller.rules.rule import Rule
-    from expanse_ebpf.wire.collector_pb2 import RuleState
 
 GRACE_S = 1.0  # for the last acknowledgements and the ends of the streams
 UPKEEP_S = 5.0
@@ -67,7 +66,7 @@ async def serve(
     asker = ThreadPoolExecutor(1, "query")
     checker = ThreadPoolExecutor(1, "profiles")
     windows = Windows(store, writer)
-    watch = RuleWatch(store, windows, _engine(rules))
+    watch = RuleWatch(store, windows, engine_of(rules))
     server: grpc.aio.Server | None = None
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -184,81 +183,3 @@ async def _upkeep(store: Store, writer: ThreadPoolExecutor, keep_s: float) -> No
             await loop.run_in_executor(writer, store.settle)
             while await loop.run_in_executor(writer, store.expire, keep_s, now_ns):
                 await asyncio.sleep(0.05)
-
-
-def _engine(rules: Sequence[Rule]) -> Engine | None:
-    if not rules:
-        return None
-    from expanse_controller.rules.engine import Engine
-
-    return Engine(rules)
-
-
-class RuleWatch:
-    """Looks at the nodes by the rules, in a thread of its own, and opens the windows that they ask for."""
-
-    def __init__(self, store: Store, windows: Windows, engine: Engine | None) -> None:
-        self._store = store
-        self._windows = windows
-        self._engine = engine
-        self._thread = ThreadPoolExecutor(1, "rules")
-
-    def close(self) -> None:
-        """Wait for the thread's end."""
-        self._thread.shutdown()
-
-    async def states(self) -> list[RuleState]:
-        """How each rule stands with each job."""
-        return await self._call(self._engine.states) if self._engine else []
-
-    async def run(self, figures: Figures) -> None:
-        """Look every LOOK_S, as long as the controller runs."""
-        if self._engine is None:
-            return
-        from expanse_controller.rules.engine import LOOK_S
-
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look(self._engine, figures)
-            except Exception:  # what a rule makes of some figures must not end the controller
-                _log.exception("the rules could not be looked at")
-
-    async def look(self, engine: Engine, figures: Figures) -> None:
-        """Look once, and open what is asked for."""
-        for firing in await self._call(self._firings, engine):
-            figures.rule_firings[firing.rule.name] += 1
-            await self._open(engine, firing)
-
-    def _firings(self, engine: Engine) -> list[Firing]:
-        from expanse_controller.rules.engine import NodeView
-
-        now_ns = time.time_ns()
-        views = [
-            NodeView(
-                boot.identity.name,
-                boot.identity.install_id,
-                newest.previous,
-                newest.current,
-                age_s(newest, now_ns),
-            )
-            for boot in self._store.nodes()
-            if (newest := boot.newest)
-        ]
-        return engine.look(views, now_ns)
-
-    async def _open(self, engine: Engine, firing: Firing) -> None:
-        places = [
-            place
-            for place in self._windows.find(firing.key, 0, firing.nodes)
-            if place.identity.run == firing.run_by_node.get(place.boot.identity.name, place.identity.run)
-        ]
-        try:
-            window = await self._windows.open(firing.request, places)
-        except RefusedError as error:
-            await self._call(engine.refused, firing, str(error))
-        else:
-            await self._call(engine.opened, firing, window.id)
-
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

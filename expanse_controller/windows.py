@@ -38,7 +38,7 @@ START_S = 2.0
 ANSWER_S = 30.0
 # A window's length where neither the request nor the node has told it: the nodes' own default.
 USUAL_S = 25.0
-# However long a node says that its window is, a job is not blocked for longer.
+# However long a node says that its window is, no window is taken to be longer.
 LONGEST_S = 3600.0
 # A job of a node that has been silent for longer is not looked for there.
 STALE_S = 600.0
@@ -47,6 +47,7 @@ QUIET_REPORTS = 3
 # Reports that have waited behind more others do not count: while its link is cut a node holds back its parts.
 QUEUED_REPORTS = 1
 MAX_OPEN = 256
+MAX_COUNTED = 10_000  # windows of nodes that are remembered, so that each is counted once
 MAX_NAMED = 8  # nodes, where the one that was asked for does not have the job
 LOOK_S = 1.0
 
@@ -120,7 +121,8 @@ class Windows:
     """The windows that are open. Belongs to the event loop; `writer` is the store's thread."""
 
     def __init__(self, store: Store, writer: Executor) -> None:
-        self.outcomes: Counter[str] = Counter()  # final states, each node's by itself
+        self.outcomes: Counter[str] = Counter()  # final states, each node's by itself and once
+        self._counted: dict[tuple[str, Node], None] = {}  # windows of nodes that are in `outcomes`
         self._store = store
         self._writer = writer
         self._open: dict[str, Window] = {}
@@ -149,7 +151,10 @@ class Windows:
         """A report is in the store: what it says of windows."""
         node = (item.node.name, item.node.install_id)
         for status in item.traces:
-            self.outcomes[_word(status.state)] += 1
+            window = self._open.get(status.id)
+            target = window and window.targets.get(node)
+            if not target or target.has_ended:  # else it is counted with the last word, once it has ended
+                self._count(node, status)
         for window in list(self._open.values()):
             target = window.targets.get(node)
             if target is None or target.has_ended:
@@ -171,6 +176,7 @@ class Windows:
                 whole = 0 < target.parts <= len(target.arrived)
                 if whole or target.quiet >= QUIET_REPORTS or not target.status.from_ns:
                     target.has_ended = True
+                    self._count(node, target.status)
                 if parts:
                     target.deadline = time.monotonic() + _patience_s(target.place.boot)
             elif target.heard and target.quiet >= QUIET_REPORTS:
@@ -183,8 +189,17 @@ class Windows:
         left = 0.0 if status.from_ns else max(0.0, (status.start_ns - time.time_ns()) / 1e9)
         length = 0.0 if is_final(status) else left + max(0.0, status.seconds)
         target.deadline = min(
-            time.monotonic() + length + _patience_s(target.place.boot), target.opened + LONGEST_S
+            time.monotonic() + length + _patience_s(target.place.boot), _latest(target.place, target.opened)
         )
+
+    def _count(self, node: Node, status: TraceStatus) -> None:
+        """Count how a window ended on `node`, unless that is counted already."""
+        if (status.id, node) in self._counted:
+            return
+        self._counted[status.id, node] = None
+        while len(self._counted) > MAX_COUNTED:
+            del self._counted[next(iter(self._counted))]
+        self.outcomes[_word(status.state)] += 1
 
     # ---- opening
 
@@ -248,15 +263,15 @@ class Windows:
             raise
         for node, target in window.targets.items():
             if target.has_ended:
-                self.outcomes[_word(target.status.state)] += 1
+                self._count(node, target.status)
                 continue
             for send in list(self._links.get(node, ()))[-1:]:  # the newest: an older one may be a dead link
                 send(target.command)
         _log.info(
-            "window %s of %s on %d nodes%s",
+            "window %s of %s on %s%s",
             identifier,
             request.key,
-            len(places),
+            "1 node" if len(places) == 1 else f"{len(places)} nodes",
             f", by rule {request.rule}" if request.rule else "",
         )
         return window
@@ -327,14 +342,14 @@ class Windows:
         """Give up nodes whose time has passed at `now` (s, monotonic), and forget windows that have ended."""
         silent: list[tuple[Boot, TraceStatus]] = []
         for window in list(self._open.values()):
-            for (name, _), target in window.targets.items():
+            for node, target in window.targets.items():
                 if target.has_ended or now < target.deadline:
                     continue
                 target.has_ended = True
                 if not is_final(target.status):
-                    target.status = _failed(target.status, _why_given_up(name, target))
+                    target.status = _failed(target.status, _why_given_up(node[0], target))
                     silent.append((target.place.boot, target.status))
-                    self.outcomes[_word(target.status.state)] += 1
+                self._count(node, target.status)
                 self._changed(window)
             if window.has_ended:
                 del self._open[window.id]
@@ -377,10 +392,15 @@ def _target(identifier: str, start_ns: int, request: TraceRequest, place: Place)
     )
     length = START_S + (request.seconds or USUAL_S) + _patience_s(place.boot)
     now = time.monotonic()
-    target = Target(place, command, status, now, now + min(length, LONGEST_S))
+    target = Target(place, command, status, now, min(now + length, _latest(place, now)))
     if place.fault:
         target.status, target.has_ended = _failed(status, place.fault), True
     return target
+
+
+def _latest(place: Place, opened: float) -> float:
+    """When a node is given up whatever it says (s, monotonic): the longest window and its parts' way."""
+    return opened + START_S + LONGEST_S + _patience_s(place.boot)
 
 
 def _patience_s(boot: Boot) -> float:

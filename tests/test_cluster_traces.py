@@ -312,6 +312,8 @@ def test_a_window_is_on_both_nodes_at_the_same_time_and_both_traces_come(
     seen = here.nodes["a"].wait_for(lambda s: any(j["key"] == job.key and j["window"] for j in s["jobs"]))
     window = next(j["window"] for j in seen["jobs"] if j["key"] == job.key)
     assert (window["state"], window["rule"], window["seconds"]) == ("open", None, 20)
+    # Without a file of rules the shipped ones are looked at.
+    eventually(lambda: {state["rule"] for state in here.rules()} == {r.name for r in rule.shipped()})
     code, output = job.finish()
     # It is as if nobody had looked on.
     assert (code, told_apart(output)) == (untraced[0], told_apart(untraced[1]))
@@ -340,8 +342,6 @@ def test_a_window_is_on_both_nodes_at_the_same_time_and_both_traces_come(
     stored = here.listed("--window", window["id"], "-o", str(again))
     assert stored == {**found, "file": str(again)}
     assert again.read_bytes() == file.read_bytes()
-    # Without a file of rules the shipped ones are looked at.
-    eventually(lambda: {state["rule"] for state in here.rules()} == {r.name for r in rule.shipped()})
 
 
 def starts(here: Cluster, window: str) -> dict[str, int]:

@@ -41,7 +41,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     WatchProfileRequest,
     WatchRequest,
 )
-from tests.cli.tracing_node import MadeUpWindow, TracingNode, made_trace, parts, status
+from tests.cli.tracing_node import WINDOW, MadeUpWindow, TracingNode, made_trace, parts, status
 from tests.top.serving import ServedNode, make_report
 
 ROOT = Path(__file__).parents[1]
@@ -514,13 +514,16 @@ def test_two_users_have_a_window_each_and_no_more(
         assert [user.stdout.readline() for user in users if user.stdout] == ["opened\n"] * 2
         assert sorted(made.uid or 0 for made in tracing.windows) == [2000, 2001]
         assert all(made.request.stacks for made in tracing.windows)
-        again = as_user(2000, code.replace("print", "import traceback; print"), path, trace().hex())
-        assert again.communicate(timeout=60)[0] == ""
-        assert again.returncode == 1  # refused
+        state = code.replace("status.reason", "status")
+        again = as_user(2000, state, path, trace(key="run/x").hex()).communicate(timeout=60)[0]
+        assert "TRACE_STATE_BUDGET" in again
+        assert f"you have a window open already ({WINDOW} of slurm/4411); wait for its end" in again
+        assert 'id: "x"' in again
         assert len(tracing.windows) == 2
         monkeypatch.setattr(node_socket, "MAX_TRACES", 2)
-        third = as_user(2002, code, path, trace().hex())
-        assert third.communicate(timeout=60)[0] == ""
+        third = as_user(2002, state, path, trace().hex()).communicate(timeout=60)[0]
+        assert "TRACE_STATE_BUDGET" in third
+        assert "users have as many windows open on this node as they may; try again" in third
         with window(tracing) as (made, _, _):  # root has its own room
             assert made.uid is None
     finally:

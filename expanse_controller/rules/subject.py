@@ -8,7 +8,7 @@ from typing import NamedTuple
 from expanse_controller.rules.figures import FIGURES, GPUS, PEERS, Span, medians_of_others, of_job
 
 NAMED = 3  # nodes that a reason names at most
-NO_GPU = "holds no GPU"
+NO_GPU = "holds no known GPU"
 
 
 class Part(NamedTuple):

@@ -12,6 +12,7 @@ _TOKEN = re.compile(
     r"""(?P<text>"[^"]*"|'[^']*')|(?P<open>["'])|(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"""
     r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>=>|=<|<>|==|<=|>=|!=|&&|\|\||\S)"
 )
+_KNOWN = re.compile(r"\bknown\s*\.\s*(?=[A-Za-z_])")
 _COMPARISONS = frozenset(("<", "<=", ">", ">=", "==", "!="))
 _CALCULATIONS = frozenset("+-*/%")
 _INSTEAD = {
@@ -66,10 +67,10 @@ def slip(source: str, shares: Collection[str], flags: Collection[str]) -> str:
 
     `shares` and `flags` are names of figures. Empty: nothing of the kind.
     """
-    tokens = _tokens(source)
-    for name, comparison, number, place in _beside_numbers(tokens):
+    tokens = _tokens(_KNOWN.sub(lambda found: " " * len(found[0]), source))
+    for name, number, place in _beside_numbers(tokens):
         if name in flags:
-            return f"{name} is true or false: write {name} or !{name}, without {comparison} {number}"
+            return f"compares {name} with {number}; it is true or false: write {name} or !{name}"
         around = [tokens[i].text for i in (place - 1, place + 3) if 0 <= i < len(tokens)]
         if name in shares and float(number) > 1 and not _CALCULATIONS.intersection(around):
             value = float(number)
@@ -97,12 +98,12 @@ def is_chained(source: str) -> bool:
     return False
 
 
-def _beside_numbers(tokens: list[_Token]) -> Iterator[tuple[str, str, str, int]]:
-    """Comparisons of a name with a number: name, comparison, number, and the first token's place."""
+def _beside_numbers(tokens: list[_Token]) -> Iterator[tuple[str, str, int]]:
+    """Comparisons of a name with a number: name, number, and the first token's place."""
     for place, (left, middle, right) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
         if middle.text in _COMPARISONS and {left.kind, right.kind} == {"name", "number"}:
             name, number = (left, right) if left.kind == "name" else (right, left)
-            yield name.text, middle.text, number.text, place
+            yield name.text, number.text, place
 
 
 def _tokens(source: str) -> list[_Token]:

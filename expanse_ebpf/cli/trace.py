@@ -84,9 +84,9 @@ def job_keys(_context: click.Context, _parameter: click.Parameter, begun: str) -
     short_help="Trace every GPU call of a job for some seconds.",
     epilog="""\b
 Examples:
-  expanse-ebpf trace slurm/123              25 s on all its nodes: a summary
-  expanse-ebpf trace run/x -s 5 -o x.pftrace   a file for https://ui.perfetto.dev
-  expanse-ebpf trace run/x --stacks         with the Python line of each launch
+  expanse-ebpf trace slurm/123                 25 s, all its nodes: a summary
+  expanse-ebpf trace run/x -s 5 -o x.pftrace   a file for ui.perfetto.dev too
+  expanse-ebpf trace run/x --stacks            and the Python line of launches
   expanse-ebpf trace slurm/123 --json | jq .summary
   expanse-ebpf trace slurm/123 --controller head:9777 --node gpu017
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -34,21 +33,17 @@ class PerfettoFile:
                 raise ConfigError(f"-o {name}: is no file; name another")
             if self._place.exists() and not os.access(self._place, os.W_OK):
                 raise ConfigError(f"-o {name}: permission denied; name another file")
-            self._beside = self._place.parent / f".expanse-trace-{os.urandom(4).hex()}"
-            self._open().close()
         except RuntimeError:
             raise ConfigError(f"-o {name}: is a loop of links; name another file") from None
-        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-            folder, why = self._place.parent, error.strerror.lower()
-            raise ConfigError(
-                f"-o {name}: the folder {folder} cannot be written: {why}; name another"
-            ) from None
         except OSError as error:
-            if error.errno == errno.EROFS:
-                raise ConfigError(
-                    f"-o {name}: {self._place.parent} cannot be written: it is read-only; name another"
-                ) from None
             raise ConfigError(f"-o {name}: {error.strerror}; name another file") from None
+        folder = self._place.parent
+        self._beside = folder / f".expanse-trace-{os.urandom(4).hex()}"
+        try:
+            self._open().close()
+        except OSError as error:
+            why = f"the folder {folder} cannot be written: {error.strerror}"
+            raise ConfigError(f"-o {name}: {why}; name another") from None
         self._beside.unlink()
 
     def _open(self) -> BinaryIO:

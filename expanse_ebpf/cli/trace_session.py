@@ -180,7 +180,8 @@ class Progress:
         statuses = list(windows.statuses.values())
         open_ones = [status for status in statuses if status.state == TRACE_STATE_OPEN]
         waiting = any(status.state <= TRACE_STATE_WAITING for status in statuses)
-        said = ["open" if open_ones else "waiting" if waiting else "the trace comes"]
+        ended = "the trace comes" if any(map(begun_yet, statuses)) else "there is no trace"
+        said = ["open" if open_ones else "waiting" if waiting else ended]
         if open_ones and len(statuses) > 1:
             said[0] = f"open on {len(open_ones)} of {len(statuses)} nodes"
         if open_ones:

@@ -27,9 +27,9 @@ HEADINGS = ("WINDOW", "JOB", "NODE", "WHEN (UTC)", "OPENED BY", "STATE", "LAUNCH
     short_help="List and fetch the traces that a controller has.",
     epilog="""\b
 Examples:
-  expanse-ebpf traces --controller head:9777                 the newest windows of all jobs
-  expanse-ebpf traces slurm/123 --json                       those of one, for scripts
-  expanse-ebpf traces --window 8c1f0a9d2b7e4410              one of them: its summary
+  expanse-ebpf traces --controller head:9777      the newest of all jobs
+  expanse-ebpf traces slurm/123 --json            those of one, for scripts
+  expanse-ebpf traces --window 8c1f0a9d2b7e4410   one of them: its summary
   expanse-ebpf traces --window 8c1f0a9d2b7e4410 -o 123.pftrace""",
 )
 @click.argument("key", metavar="[JOB]", required=False, shell_complete=job_keys)

@@ -19,6 +19,7 @@ from expanse_ebpf.wire.collector_pb2 import Trace, TracePrice, TraceState
 T = TypeVar("T")
 TOP = 10  # kernels, lines and reasons that are named
 _NO_BOUND = (1 << 63) - 1  # a bucket that reaches so far is open
+_FEW, _FEW_OF = 5, 0.01  # calls whose end was not seen, and their share: no more are not worth a word
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -193,8 +194,17 @@ class Figures:
             self.missing[f"{where}events"] = f"{kept} of {every} were kept; the others are counted alone"
         if not trace.stacks and self.launches:
             self.missing[f"{where}lines"] = "stacks were not asked for"
-        if trace.unpaired:
-            self.missing[f"{where}times"] = f"the end of {trace.unpaired} calls was not seen"
+        timed = sum(total.calls for total in trace.totals if total.timed or total.category == "sync")
+        if trace.unpaired > _FEW or trace.unpaired > _FEW_OF * timed:
+            self.missing[f"{where}times"] = (
+                f"{trace.unpaired} of {timed} ends unseen: the first call from each place is not watched yet"
+            )
+        if reader.span[1] and not any(_utilisation(counter.name) for counter in trace.counters):
+            self.missing[f"{where}GPU utilisation"] = (
+                "NVML tells it of no GPU that the job holds"
+                if trace.counters
+                else "no figures came while the window was open"
+            )
         if reader.span[1] and reader.traced_ns <= 0:
             self.missing[f"{where}rate"] = "the probes were in place at no time"
         for file in trace.files:
@@ -351,6 +361,10 @@ def _rate(readers: Iterable[Reader]) -> float | None:
 def _state(trace: Trace) -> str:
     known = TraceState.DESCRIPTOR.values_by_number.get(trace.status.state)
     return known.name.removeprefix("TRACE_STATE_").lower() if known else "unknown"
+
+
+def _utilisation(counter: str) -> bool:
+    return counter.startswith("GPU ") and counter.endswith(" utilisation")
 
 
 def _calls(table: dict[str, Calls]) -> dict[str, Any]:

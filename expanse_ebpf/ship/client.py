@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import expanse_ebpf
-from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
 from expanse_ebpf.wire.collector_pb2 import Downstream, Hello, NodeIdentity, Report, TraceRequest, Upstream
+from expanse_ebpf.wire.failure import cause
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.5, 10.0, 1.6
 # A controller that takes reports and stores none for so long is named in `state`.

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from expanse_ebpf.errors import UnavailableError, UnknownJobError
-from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
 from expanse_ebpf.wire.collector_pb2 import (
     NodeSnapshot,
@@ -21,6 +20,7 @@ from expanse_ebpf.wire.collector_pb2 import (
     TracesReply,
     TracesRequest,
 )
+from expanse_ebpf.wire.failure import cause
 
 CONNECT_S = 3.0
 MERGE_S = 240.0  # a long span is merged for minutes

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -96,19 +97,46 @@ def node(tmp_path: Path) -> Iterator[TracingNode]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "Missing argument 'JOB'"),
+        ([], "give one job's key, as JOB or by --job KEY"),
+        (["run/x", "--job", "run/y"], "give one job's key, as JOB or by --job KEY"),
+        (["--job", "nonsense"], "'nonsense' is not a job's key"),
         (["nonsense"], "'nonsense' is not a job's key"),
-        (["run/x", "--seconds", "soon"], "--seconds: 'soon' is not a time of 0.1 s or more"),
-        (["run/x", "--seconds", "nan"], "--seconds: 'nan' is not a time"),
-        (["run/x", "--seconds", "2h"], "--seconds: 2h is more than 3600 seconds"),
         *(
-            (["run/x", "--cost", text], f"--cost: '{text}' is not a share between 0.01% and 100%")
+            (
+                ["run/x", "--seconds", text],
+                f"--seconds: '{text}' is no length of a window: "
+                "use 0.1 to 120 s (tracing.max_window_s): 25, 25s, 2m",
+            )
+            for text in ("soon", "nan", "0", "-1")
+        ),
+        (
+            ["run/x", "--seconds", "2h"],
+            "--seconds: 2h is longer than any window: use 0.1 to 120 s (tracing.max_window_s)",
+        ),
+        *(
+            (
+                ["run/x", "--cost", text],
+                f"--cost: '{text}' is not a share between 0.01% and 100%: use 2% or 0.02",
+            )
             for text in ("2", "0", "0%", "101%", "-1%", "nan", "", "2%%", "1e-3", "٢%")
         ),
-        (["run/x", "--share", "30"], "--share: '30' is not a share between 0.1% and 100%"),
+        *(
+            (
+                ["run/x", "--share", text],
+                f"--share: '{text}' is not a share between 0.1% and 100%: use 30% or 0.3",
+            )
+            for text in ("30", "x")
+        ),
         (["run/x", "-o", "x.json"], "-o x.json: name it FILE.pftrace"),
         (["run/x", "-o", "-"], "-o -: name it FILE.pftrace"),
-        (["run/x", "-o", "/nonexistent/x.pftrace"], "-o /nonexistent/x.pftrace: No such file or directory"),
+        (
+            ["run/x", "-o", "/nonexistent/x.pftrace"],
+            "-o /nonexistent/x.pftrace: the folder /nonexistent cannot be written: No such file or directory",
+        ),
+        (
+            ["run/x", "-o", "/sys/kernel/x.pftrace"],
+            "-o /sys/kernel/x.pftrace: the folder /sys/kernel cannot be written: ",
+        ),
         (["run/x", "-o", f"{'x' * 300}.pftrace"], "File name too long"),
         (["run/x", "-o", "/proc/x.pftrace"], "-o /proc/x.pftrace: "),
         (["run/x", "--node", "n1", "--local"], "--node needs --controller HOST:PORT"),
@@ -146,7 +174,14 @@ def test_a_place_where_no_file_can_be_made_is_told_before_a_window_is_opened(
     ("given", "share"), [(None, 0), ("2%", 0.02), ("0.02", 0.02), ("100 %", 1), ("1", 1), ("0.01%", 0.0001)]
 )
 def test_shares(given: str | None, share: float) -> None:
-    assert trace_command.share_of_one(given, "--cost", 0.0001) == pytest.approx(share)
+    assert trace_command.share_of_one(given, "--cost", 0.0001, "2%") == pytest.approx(share)
+
+
+@pytest.mark.parametrize("command", [trace_command.command, traces.command])
+def test_the_help_fits_a_terminal(command: click.Command) -> None:
+    result = CliRunner().invoke(command, ["--help"], terminal_width=80, prog_name="expanse-ebpf trace")
+    assert result.exit_code == 0
+    assert [line for line in result.output.splitlines() if len(line) > 80] == []
 
 
 # ---- through this node's agent
@@ -169,6 +204,13 @@ def test_what_is_asked_for_reaches_the_agent(node: TracingNode) -> None:
     assert node.windows[0].request == TraceRequest(
         key="slurm/4411", seconds=120, stacks=True, cost_share=0.05, run_share=0.5
     )
+
+
+@pytest.mark.parametrize("flag", ["--job", "-j"])
+def test_the_job_may_be_named_as_with_profile(node: TracingNode, flag: str) -> None:
+    arguments = [flag, "slurm/4411", "--socket", node.path]
+    assert CliRunner().invoke(trace_command.command, arguments).exit_code == 0
+    assert node.windows[0].request.key == "slurm/4411"
 
 
 def test_json_has_the_summary_and_how_the_window_stands(node: TracingNode) -> None:
@@ -269,6 +311,20 @@ def test_a_window_that_was_cut_short_is_a_success_that_is_told(
     assert code == 0
     assert out
     assert said.splitlines()[-1] == f"{state_name(last.status)}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "state", [TRACE_STATE_NO_TARGETS, TRACE_STATE_BUDGET, TRACE_STATE_FAILED, TRACE_STATE_WAITING]
+)
+def test_figures_of_a_window_that_never_began_are_not_known(node: TracingNode, state: TraceState) -> None:
+    refused = told(state, "because")
+    refused.status.from_ns = refused.status.to_ns = 0
+    refused.status.seconds = refused.status.targets = 0
+    node.begin = lambda window: window.end([refused])
+    _, out, _ = run("trace", "slurm/4411", "--socket", node.path, "--json")
+    (found,) = json.loads(out)["nodes"]
+    for figure in ("seconds", "targets", "launches", "traced_share", "cost_share", "from_ns", "to_ns"):
+        assert found[figure] is None, figure
 
 
 def test_what_the_agent_refuses_has_its_exit_code(node: TracingNode) -> None:
@@ -455,7 +511,7 @@ def test_on_a_terminal_one_line_says_how_it_stands(node: TracingNode) -> None:
 
 def test_progress_of_several_nodes() -> None:
     windows, terminal = Windows(), Terminal()
-    with Progress(terminal) as progress:
+    with Progress(terminal, "ends it") as progress:
         windows.add(told(TRACE_STATE_WAITING, node="n1"))
         progress.show(windows)
         windows.add(told(node="n2", launches=5, cost_share=0.01))
@@ -472,16 +528,24 @@ def test_progress_of_several_nodes() -> None:
         "",
         "",
     ]
-    assert "1 s left" in Progress.line(windows, windows.opened + 1.2)
-    assert "0 s left" in Progress.line(windows, windows.opened + 60)
+    assert "1 s left" in progress.line(windows, windows.opened + 1.2)
+    assert "0 s left" in progress.line(windows, windows.opened + 60)
     for name in ("n1", "n2"):
         windows.add(told(TRACE_STATE_DONE, node=name))
-    assert Progress.line(windows, windows.opened + 60).startswith("the trace comes, ")
+    assert progress.line(windows, windows.opened + 60) == "the trace comes, 0 launches, cost 0.0%"
+
+
+def test_after_a_refusal_no_trace_is_promised() -> None:
+    windows, progress = Windows(), Progress(None, "ends it")
+    refused = told(TRACE_STATE_BUDGET, "one is open")
+    refused.status.from_ns = refused.status.to_ns = 0
+    windows.add(refused)
+    assert progress.line(windows, 0) == "there is no trace, 0 launches, cost 0.0%"
 
 
 def test_what_is_no_terminal_gets_a_line_per_change() -> None:
     windows, stream = Windows(), io.StringIO()
-    with Progress(stream) as progress:
+    with Progress(stream, "ends it") as progress:
         for reply in (
             told(reason="for 2 s", node="n1"),
             told(reason="for 2 s", node="n1", launches=5),
@@ -491,7 +555,7 @@ def test_what_is_no_terminal_gets_a_line_per_change() -> None:
             windows.add(reply)
             progress.show(windows)
     assert stream.getvalue() == "n1: open: for 2 s\nn2: no_targets\nn1: done\n"
-    Progress(None).show(windows)
+    Progress(None, "").show(windows)
 
 
 def test_a_state_and_figures_that_nobody_knows_are_no_fault() -> None:
@@ -508,7 +572,7 @@ def test_a_state_and_figures_that_nobody_knows_are_no_fault() -> None:
         None,
     )
     json.dumps(found, allow_nan=False)
-    Progress(Terminal()).show(windows)
+    Progress(Terminal(), "").show(windows)
 
 
 # ---- through a controller
@@ -586,6 +650,50 @@ def test_a_damaged_trace_of_one_node_leaves_the_others(controller: Controller) -
     result = CliRunner().invoke(trace_command.command, ["slurm/4411", "--controller", "head:9777"])
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines()[-1].startswith("n2: failed: the trace is damaged")
+
+
+def test_a_trace_that_does_not_hold_together_leaves_the_others(
+    controller: Controller, tmp_path: Path
+) -> None:
+    odd = made_trace("n2", 5)
+    odd.events.kernel[0] = 99
+    last = told(TRACE_STATE_DONE, node="n2", launches=5)
+    controller.replies = [*whole(10, "n1"), last, *parts(odd, 100, "n2")]
+    file = tmp_path / "x.pftrace"
+    arguments = ["slurm/4411", "--controller", "head:9777", "--json", "-o", str(file)]
+    result = CliRunner().invoke(trace_command.command, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["summary"]["launches"] == 10
+    lost = {node["node"]: node["lost"] for node in found["nodes"]}
+    assert lost["n1"] is None
+    assert "events.kernel points beyond" in lost["n2"]
+    assert result.stderr.splitlines()[-2].startswith("n2: failed: ")
+    assert file.read_bytes() == perfetto.dumps([made_trace("n1", 10)])
+
+
+def test_a_job_that_is_not_on_the_node_is_told_with_where_to_look(controller: Controller) -> None:
+    reason = "slurm/4411 is not on node n9; it is on: n1, n2"
+    controller.replies = [told(TRACE_STATE_NO_TARGETS, reason)]
+    arguments = ["slurm/4411", "--controller", "head:9777", "--node", "n9"]
+    result = CliRunner().invoke(trace_command.command, arguments)
+    assert str(result.exception) == (
+        f"slurm/4411: no trace: no_targets: {reason}; "
+        "`expanse-ebpf top --once --controller head:9777` lists the jobs there are"
+    )
+
+
+def test_through_a_controller_the_line_says_that_ctrl_c_ends_nothing(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    controller.replies = [told(node="n1"), *whole(10, "n1")]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        trace_command._by_controller("head:9777", TraceRequest(key="slurm/4411"))
+    said = [line.rstrip() for line in terminal.getvalue().split("\r")]
+    assert said[1] == "open, 2 s left, 0 launches, cost 0.0%, Ctrl-C leaves it, it goes on"
+    assert said[2] == "the trace comes, 10 launches, cost 0.3%"
 
 
 def test_the_configured_controller_is_asked_unless_local(
@@ -671,7 +779,7 @@ def test_stored_windows_are_listed(controller: Controller) -> None:
     assert headings.endswith("OPENED BY  STATE       LAUNCHES     SIZE  REASON")
     assert rows == [
         f"{WINDOW}  slurm/4411  n1      2026-11-30 00:53:20  gpu_idle   done          12,345  3.0 MiB",
-        f"{WINDOW}  slurm/4411  node-2  -                    asked for  no_targets         0        -  "
+        f"{WINDOW}  slurm/4411  node-2  -                    asked for  no_targets         -        -  "
         "no such \N{REPLACEMENT CHARACTER}[2Jjob",
     ]
     result = CliRunner().invoke(traces.command, ["--controller", "head:9777", "--json", "--limit", "7"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 from expanse_controller.ingest import MAX_WAITING_BYTES, Figures, Ingest
 from expanse_controller.reader import Reader
 from expanse_controller.rules.engine import Firing
-from expanse_controller.server import RuleWatch
+from expanse_controller.rules.watch import RuleWatch
 from expanse_controller.store import Item, Store
-from expanse_controller.windows import ANSWER_S, START_S, RefusedError, Windows
+from expanse_controller.windows import ANSWER_S, LONGEST_S, START_S, RefusedError, Windows
 from expanse_ebpf.errors import UnavailableError
 from expanse_ebpf.ship import remote
 from expanse_ebpf.wire import transport
@@ -148,13 +149,27 @@ def test_command_is_there_soon_on_a_link_that_is_idle(controller: Controller) ->
 def test_unknown_job_is_one_answer_and_no_error(controller: Controller) -> None:
     with Agent(controller.address) as agent:
         agent.report()
-        for key, request in (("slurm/9", {}), (KEY, {"run": 5}), (KEY, {"node": "gpu999"})):
+        for key, request in (("slurm/9", {}), (KEY, {"run": 5})):
             (reply,) = remote.trace(controller.address, TraceRequest(key=key, **request))
             assert reply.status.state == TRACE_STATE_NO_TARGETS
             assert reply.status.reason == f"no node has a live job {key}"
             assert (reply.node, reply.status.identity.scheduler) == ("", "slurm")
         assert agent.commands(0) == []
     assert rows(controller.db) == []
+
+
+def test_a_job_that_is_not_on_the_node_is_told_with_the_nodes_it_is_on(controller: Controller) -> None:
+    with Agent(controller.address, "b", run=7) as b, Agent(controller.address, "a", run=8) as a:
+        a.report()
+        b.report()
+        (reply,) = remote.trace(controller.address, TraceRequest(key=KEY, node="gpu999"))
+        assert reply.status.state == TRACE_STATE_NO_TARGETS
+        assert reply.status.reason == f"{KEY} is not on node gpu999; it is on: a, b"
+        (reply,) = remote.trace(controller.address, TraceRequest(key=KEY, node="gpu999", run=8))
+        assert reply.status.reason == f"{KEY} is not on node gpu999; it is on: a"
+        (reply,) = remote.trace(controller.address, TraceRequest(key="slurm/9", node="a"))
+        assert reply.status.reason == "no node has a live job slurm/9"
+        assert (a.commands(0), b.commands(0)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -647,10 +662,74 @@ def test_node_cannot_hold_a_job_for_ever(store: Store) -> None:
         window = await opened.open()
         endless = status(window.id, TRACE_STATE_WAITING, from_ns=0, seconds=1e300, start_ns=2**62)
         opened.bring(Item(node("a", "i-a"), with_status(2, endless), time.time_ns()))
-        await opened.windows.look(time.monotonic() + 3601)
+        await opened.windows.look(time.monotonic() + START_S + LONGEST_S + ANSWER_S + 1)
         assert window.has_ended
 
     asyncio.run(played())
+
+
+def test_parts_of_the_longest_window_are_waited_for(store: Store) -> None:
+    async def played() -> None:
+        opened = Opened(store)
+        store.write([item("a", 1)])
+        opened.connect("a")
+        now = time.monotonic()
+        window = await opened.open(seconds=LONGEST_S)
+        await opened.windows.look(now + START_S + LONGEST_S + ANSWER_S / 2)
+        assert not window.has_ended
+        running = status(window.id, TRACE_STATE_OPEN, from_ns=time.time_ns(), seconds=LONGEST_S)
+        opened.bring(Item(node("a", "i-a"), with_status(2, running), time.time_ns()))
+        await opened.windows.look(now + LONGEST_S + ANSWER_S / 2)
+        assert not window.has_ended
+
+    asyncio.run(played())
+
+
+def test_each_nodes_window_is_counted_once_by_how_it_ended_at_last(store: Store) -> None:
+    async def played() -> None:
+        opened = Opened(store)
+        store.write([item("a", 1), item("b", 1)])
+        opened.connect("a", "b")
+        window = await opened.open()
+        lost = status(window.id, TRACE_STATE_FAILED, reason="its trace is not whole")
+        opened.bring(item("a", 2, status(window.id)))
+        assert not opened.windows.outcomes
+        opened.bring(item("a", 3, lost))
+        await opened.windows.look(time.monotonic() + 600)
+        assert window.has_ended
+        assert opened.windows.outcomes == {"failed": 2}  # b has said nothing
+        opened.bring(item("b", 4, status(window.id)))
+        # A window that it opened by itself.
+        opened.bring(item("b", 5, status(ID)))
+        opened.bring(item("b", 6, status(ID, TRACE_STATE_FAILED)))
+        assert opened.windows.outcomes == {"failed": 2, "done": 1}
+
+    asyncio.run(played())
+
+
+def test_windows_are_listed_by_their_beginning_the_newest_first(store: Store) -> None:
+    early, late, last = "a" * 16, "b" * 16, "c" * 16
+    begins = [(last, "x", 300), (early, "x", 100), (late, "x", 200), (late, "y", 210), (early, "y", 110)]
+    for number, (window, name, begin) in enumerate(begins, 1):
+        store.write([item(name, number, status(window, from_ns=begin * SECOND))])
+    with closing(Reader(store.path)) as reader:
+        found = [(t.status.id, t.node) for _, t in reader.traces(None, "", 0)]
+        assert found == [(last, "x"), (late, "y"), (late, "x"), (early, "y"), (early, "x")]
+        assert [(t.status.id, t.node) for _, t in reader.traces(None, "", 1)] == [(last, "x")]
+
+
+def test_the_log_counts_nodes_in_words(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    async def played(*names: str) -> None:
+        opened = Opened(store)
+        store.write([item(name, 1) for name in names])
+        opened.connect(*names)
+        await opened.open()
+
+    with caplog.at_level("INFO"):
+        asyncio.run(played("a"))
+        assert caplog.messages[-1].endswith(f"of {KEY} on 1 node")
+        asyncio.run(played("a", "b"))
+        assert caplog.messages[-1].endswith(f"of {KEY} on 2 nodes")
 
 
 def test_several_jobs_of_a_key_and_several_links_of_a_node(store: Store) -> None:
@@ -737,6 +816,9 @@ class OneFiring:
         self.said: list[str] = []
         self.seen: list[str] = []
 
+    errors: Mapping[str, int] = {"idle": 3}
+    overlooked = 7
+
     def look(self, nodes: Iterable[Any], now_ns: int) -> list[Firing]:
         self.seen = [view.name for view in nodes if view.age_s < 10 and view.current]
         return [self.firing]
@@ -751,7 +833,9 @@ class OneFiring:
         return [RuleState(rule="idle", window=self.said[0])]
 
 
-def test_rule_that_fires_opens_a_window_with_its_evidence(store: Store) -> None:
+def test_rule_that_fires_opens_a_window_with_its_evidence(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     class Idle:
         name = "idle"
 
@@ -773,6 +857,12 @@ def test_rule_that_fires_opens_a_window_with_its_evidence(store: Store) -> None:
         assert (name, command.rule, command.seconds) == ("a", "idle", 5)
         assert engine.said[0] == command.id == state.window
         assert f"window {command.id} of that job is still open" in engine.said[1]
+        # It looked twice, and says once what could not be evaluated or looked at.
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert [line.partition(";")[0] for line in told] == [
+            "rule idle cannot be evaluated for some jobs",
+            "rules do not look at 7 jobs: there are too many",
+        ]
         assert figures.rule_firings == {"idle": 2}
         reader = Reader(store.path)
         ((_, trace),) = reader.traces(None, command.id, 0)

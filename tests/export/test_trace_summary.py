@@ -120,7 +120,8 @@ def test_copies_collectives_and_synchronisations_have_bytes_and_time() -> None:
     assert categories["free"] == {"calls": 2}
     assert content["sync_busiest_thread"] == "python (4242)"
     assert content["sync_busiest_thread_share"] == 0.45
-    assert content["missing"]["times"] == "the end of 8 calls was not seen"
+    unseen = "8 of 160 ends unseen: the first call from each place is not watched yet"
+    assert content["missing"]["times"] == unseen
     assert content["missing"]["/lib/libcuda.so.1"] == "read in part"
 
 
@@ -230,7 +231,7 @@ def test_nodes_are_added_up_and_each_has_its_own_figures() -> None:
         ("gpu-1", 800, 100.0),
         ("gpu-2", 800, 100.0),
     ]
-    assert content["missing"]["gpu-2: times"] == "the end of 8 calls was not seen"
+    assert content["missing"]["gpu-2: times"].startswith("8 of 160 ends unseen")
 
 
 def test_a_node_unlike_the_others_stands_out() -> None:
@@ -264,11 +265,13 @@ def test_the_text_says_it_all() -> None:
     assert text(trace).splitlines() == [
         "slurm/123 on gpu-1, window 00000000deadbeef: done",
         "opened by the rule gpu-idle: GPU utilisation 0.04, who rank 0",
-        "2025-11-30 14:00:00 to 2025-11-30 14:00:10 UTC, 10.0 s, traced for 80.0% of it, cost 0.4%",
-        "2000 hits of probes, each 900 ns and 1.2 µs in its program",
+        "2025-11-30 14:00:00 UTC, 10.0 s",
+        "traced for 80.0% of it; cost the busiest thread 0.4% of its time",
+        "2000 probe hits: 900 ns in the kernel and 1.2 µs in the tracer each",
         "1 process traced",
         "  not traced: 4243 bash job.sh: maps no CUDA library",
-        "800 launches, 100/s, and 1 of graphs; from one to the next 623 µs median, 64 ms p90, 122 ms p99",
+        "800 launches, 100/s, and 1 of graphs",
+        "  from one to the next: 623 µs median, 64 ms p90, 122 ms p99",
         "        800  cudaLaunchKernel, 800 more inside other calls",
         "          1  cudaGraphLaunch",
         "kernels, of 800 launches (1201 of 1300 events were kept):",
@@ -280,8 +283,8 @@ def test_the_text_says_it_all() -> None:
         f"   66.7%  Net.forward  {OWN}:20",
         f"   33.3%  Net.activate  {OWN}:31",
         "launches without a stack: 80 native thread",
-        "80 synchronisations, 3.60 s in the 72 whose end was seen; "
-        "most in python (4242), 45.0% of the traced time",
+        "80 synchronisations, 3.60 s in the 72 whose end was seen",
+        "  most in python (4242): 45.0% of the traced time",
         "copies:",
         "         80  host to device, 80.0 MiB, 160 ms in 80 of them",
         "         80  device to host, 320 KiB",
@@ -292,7 +295,7 @@ def test_the_text_says_it_all() -> None:
         "2 frees",
         "/lib/libcuda.so.1: read in part",
         "events: 1201 of 1300 were kept; the others are counted alone",
-        "times: the end of 8 calls was not seen",
+        "times: 8 of 160 ends unseen: the first call from each place is not watched yet",
         "12 hits by other jobs that map the same files",
     ]
 
@@ -305,6 +308,66 @@ def test_no_line_is_wider_than_asked_for() -> None:
     (wide,) = (line for line in lines if "长" in line)
     assert wide.endswith("长…")
     assert 58 <= len(wide) + wide.count("长") <= 60
+
+
+def test_at_80_columns_no_main_figure_is_lost() -> None:
+    trace = known()
+    trace.threads[0].name = "x" * 15
+    trace.frames[1].file = "/home/anna/" + "deep/" * 30 + "train.py"
+    found = text(trace, width=80)
+    for line in text(trace).splitlines():
+        if "train.py" not in line and "libtorch" not in line:
+            assert line in found
+    assert "%  Net.forward  …" in found
+    assert "/train.py:20\n" in found
+    assert all(len(line) <= 80 for line in found.splitlines())
+    nodes = [line for line in text(known("gpu-1"), known("gpu-2"), width=80).splitlines() if "node " in line]
+    assert all("45.0% in syncs" in line for line in nodes[-2:])
+
+
+def test_calls_that_were_only_inside_others_are_not_told_as_none() -> None:
+    trace = known()
+    trace.totals.add(function="cuLaunchKernel", category="launch", nested=1864)
+    for category in ("copy", "set", "alloc", "free", "collective"):
+        trace.totals.add(function=category, category=category, kind="device_to_device", nested=3)
+    trace.totals.add(function="never", category="launch")
+    found = text(trace)
+    assert "  cuLaunchKernel: only inside other calls (1864)" in found.splitlines()
+    assert "never" not in found
+    assert "device to device" not in found
+    only = Trace()
+    for category in ("copy", "set", "alloc", "free", "sync", "collective"):
+        only.totals.add(function=category, category=category, kind="x", nested=3)
+    assert [line for line in text(only).splitlines() if "0" in line] == ["0 processes traced", "0 launches"]
+
+
+@pytest.mark.parametrize(
+    ("unseen", "calls", "told"),
+    [(2, 500, False), (5, 500, False), (6, 5000, True), (2, 30, True), (0, 0, False)],
+)
+def test_a_few_ends_that_were_not_seen_are_not_worth_a_word(unseen: int, calls: int, told: bool) -> None:
+    trace = known()
+    trace.unpaired = unseen
+    for total in trace.totals:
+        total.timed = 0
+        if total.category == "sync":
+            total.calls, total.timed = calls, calls - unseen
+    content = Summary.of([trace]).as_json()
+    assert ("times" in content["missing"]) == told
+    assert content["unpaired"] == unseen
+
+
+def test_without_a_gpus_utilisation_it_is_said_why() -> None:
+    trace = known()
+    assert "GPU utilisation" not in Summary.of([trace]).as_json()["missing"]
+    del trace.counters[0]
+    assert Summary.of([trace]).as_json()["missing"]["GPU utilisation"] == (
+        "NVML tells it of no GPU that the job holds"
+    )
+    del trace.counters[:]
+    missing = Summary.of([trace, known("gpu-2")]).as_json()["missing"]
+    assert missing["gpu-1: GPU utilisation"] == "no figures came while the window was open"
+    assert "gpu-2: GPU utilisation" not in missing
 
 
 def test_a_name_cannot_steer_a_terminal() -> None:

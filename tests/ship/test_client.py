@@ -16,9 +16,9 @@ import grpc
 import pytest
 
 from expanse_ebpf.ship.client import MAX_COMMANDS, ControllerStream
-from expanse_ebpf.ship.failure import cause
 from expanse_ebpf.wire import transport
 from expanse_ebpf.wire.collector_pb2 import Acknowledgement, Downstream, TraceRequest, Upstream
+from expanse_ebpf.wire.failure import cause
 from tests.controller.process import eventually, node, report
 
 

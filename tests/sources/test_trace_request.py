@@ -18,6 +18,7 @@ from expanse_ebpf.sources.trace_request import (
     Traced,
     evidence,
     first_status,
+    open_already,
     plan,
     wanted,
 )
@@ -27,9 +28,11 @@ from expanse_ebpf.wire.collector_pb2 import (
     TRACE_STATE_BUDGET,
     TRACE_STATE_FAILED,
     TRACE_STATE_NO_TARGETS,
+    TRACE_STATE_OPEN,
     Evidence,
     JobIdentity,
     TraceRequest,
+    TraceStatus,
 )
 
 NOW_NS = 1_800_000_000 * 10**9
@@ -140,7 +143,7 @@ def test_shares_near_nothing_are_the_least_that_can_be_set() -> None:
     state, reason = refused(planned, age_s=1, run_share=1e-320)
     assert state == TRACE_STATE_BUDGET
     assert "at most 0.1 % of the run" in reason
-    assert "possible in 499 s" in reason
+    assert "possible in 9 min;" in reason
 
 
 @pytest.mark.parametrize("start", [0, -(2**62), NOW_NS - 1, NOW_NS])
@@ -172,6 +175,21 @@ def test_a_rule_waits_between_two_windows_and_people_do_not() -> None:
 def test_what_was_traced_before_counts() -> None:
     state, reason = refused(planned, age_s=100, traced=Traced(30.0, 0.0))
     assert (state, "possible in 2 s" in reason) == (TRACE_STATE_BUDGET, True)
+
+
+def test_a_window_that_is_in_the_way_is_named_with_its_end() -> None:
+    status = TraceStatus(id="8c1f", state=TRACE_STATE_OPEN, start_ns=NOW_NS, seconds=25)
+    error = open_already(status, NOW_NS + 10**9)
+    assert (error.state, error.reason) == (
+        TRACE_STATE_BUDGET,
+        "window 8c1f of the job is open already, until 08:00:25 UTC; wait for its end",
+    )
+    status.from_ns = NOW_NS + 2 * 10**9
+    assert "until 08:00:27 UTC" in open_already(status, NOW_NS).reason
+    ending = "window 8c1f of the job is just ending; try again in some seconds"
+    assert open_already(status, NOW_NS + 28 * 10**9).reason == ending
+    status.state = TRACE_STATE_FAILED
+    assert open_already(status, NOW_NS).reason == ending
 
 
 # ---- what is said of it

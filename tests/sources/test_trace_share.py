@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expanse_ebpf.sources.trace_share import LEAST_S, age_for, judge, longest, positive
+from expanse_ebpf.sources.trace_share import LEAST_S, age_for, judge, longest, positive, wait_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,24 @@ from expanse_ebpf.sources.trace_share import LEAST_S, age_for, judge, longest, p
         ),
         (10, 0, 0, 0.3, 0, "possible in 2 s"),
         (500, 10**6, 0, 0.3, 120, "shortened to 120 s, the most that tracing.max_window_s allows"),
-        (500, 70, 0, 0.3, 30, "shortened to 30.0 s: at most 30 % of the run may be traced"),
+        (
+            500,
+            70,
+            0,
+            0.3,
+            30,
+            "shortened to 30.0 s: at most 30 % of the run may be traced; --share 100% lifts that; "
+            "120 s is the most in any case (tracing.max_window_s)",
+        ),
+        (
+            300,
+            0,
+            1501.2,
+            0.3,
+            0,
+            "at most 30 % of the run may be traced; possible in 1 h 24 min; --share 100% lifts that; "
+            "120 s is the most in any case (tracing.max_window_s)",
+        ),
         (10, 0, 0, 1, 10, ""),
         (0.2, 0.5, 0, 0.3, 0.2, ""),  # asked for so little, not cut to it
         (0.2, 0.1, 0, 0.3, 0, "possible in 1 s"),
@@ -64,6 +81,14 @@ def test_what_is_no_positive_number_counts_as_not_given(value: float) -> None:
 
 def test_what_is_too_much_is_the_most() -> None:
     assert [positive(v, 5, 10) for v in (1e-300, 7, 1e300)] == [1e-300, 7, 10]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "1 s"), (41.1, "42 s"), (120, "120 s"), (121, "3 min"), (3600, "1 h"), (5005, "1 h 24 min")],
+)
+def test_a_wait_is_told_in_words_and_never_too_short(seconds: float, words: str) -> None:
+    assert wait_of(seconds) == words
 
 
 SECONDS = st.floats(0, 1e5)
@@ -97,10 +122,15 @@ def test_never_more_than_the_share_of_a_run_lies_in_windows(
 def test_when_it_is_said_to_be_possible_it_is(age: float, traced: float, share: float, wished: float) -> None:
     verdict = judge(wished, 3600, age, traced, share, may_lift=False)
     if not verdict.seconds:
-        wait = int(verdict.reason.partition("possible in ")[2].split()[0])
+        words = verdict.reason.partition("possible in ")[2].partition(" (")[0].split()
+        wait = sum(
+            int(n) * {"s": 1, "min": 60, "h": 3600}[unit]
+            for n, unit in zip(words[::2], words[1::2], strict=True)
+        )
+        least = 1 if words[-1] == "s" else 60
         assert judge(wished, 3600, age + wait + 1e-3, traced, share, may_lift=False).seconds > 0
         if wait > 1:
-            assert judge(wished, 3600, age + wait - 1.001, traced, share, may_lift=False).seconds == 0
+            assert judge(wished, 3600, age + wait - least - 0.001, traced, share, may_lift=False).seconds == 0
 
 
 def test_the_two_formulas_belong_together() -> None:

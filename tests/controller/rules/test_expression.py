@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from expanse_controller.rules.expression import EvaluationError, Expression, ExpressionError, context
+from expanse_controller.rules.syntax import MAX_TEXT, line
 
 FIGURES = {"gpu_busy": True, "gpus": True, "cpu_cores": True, "held_idle": False}
 
 
 def read(source: str) -> Expression:
-    return Expression(source, FIGURES)
+    return Expression(source, FIGURES, {"gpu_busy"})
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,31 @@ def read(source: str) -> Expression:
         ("gpu_busy", "neither true nor false"),
         ("gpus > 1.0 ? 3 : true", "neither true nor false"),
         ("gpus > 900.0 && cpu_cores > 1.0 ? 3.0 : true", "neither true nor false"),
+        ("gpu_busy < 10%", "column 15: something is missing after %; a share is 0 to 1: write 0.1"),
+        ("50% < gpu_busy", "column 4: something is missing after %; a share is 0 to 1: write 0.5"),
+        ("gpus % 2.0 == 0.0", "uses '%'; there are comparisons"),
+        ("gpus = 1", "column 6: '=' is not known here: write == to compare"),
+        ("gpus => 1", "column 6: '=>' is not known here: write >="),
+        ("gpus > 1 and gpu_busy < 0.5", "column 10: 'and' is not known here: write &&"),
+        ("gpus > 1 OR gpu_busy < 0.5", "column 10: 'OR' is not known here: write ||"),
+        ("gpus > 1\n  & gpus < 2", "column 3: '&' is not known here: write &&"),
+        ("not held_idle", "column 1: 'not' is not known here: write !"),
+        ("(gpus > 1", "column 10: ) is missing"),
+        ("gpus > 1)", "column 9: ')' does not belong here"),
+        ("gpus > 1 gpus < 2", "column 10: 'gpus' does not belong here"),
+        ("gpu_busy < ,5", "column 12: something is missing before ','"),
+        ("gpus > 1;", "column 9: ';' is not known here"),
+        ("gpus > 'abc", "column 8: the text that begins here has no end"),
+        ("1.0 < gpus < 4.0", "two comparisons in a row"),
+        ("held_idle == 1", "write held_idle or !held_idle"),
+        ("gpu_busy > 50", "compares gpu_busy with 50; a share is 0 to 1: write 0.5 for 50 %"),
+        ("gpus > 1.0 && 1.5 < known.gpu_busy", "compares gpu_busy with 1.5; a share is 0 to 1"),
         ("gpus * 2 > cpu_cores", "write 2.0 and not 2 in a calculation"),
         ("gpu_busy < 0.05 && gpus * 2 > cpu_cores", "write 2.0 and not 2"),
-        ("held_idle > 1.0", "cannot be evaluated"),
+        (
+            "held_idle > 1.0",
+            "compares held_idle with 1.0; it is true or false: write held_idle or !held_idle",
+        ),
         ("[1, 2].all(x, x > gpus)", "there are comparisons"),
         ('gpus > 0.0 && "aaaa".matches("(a*)*b")', "uses 'matches'"),
         ("size([gpus]) > 0", "uses 'size'"),
@@ -44,6 +67,15 @@ def test_what_is_wrong_is_said_when_it_is_read(source: str, said: str) -> None:
         read(source)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+    assert "expecting" not in str(error.value)
+
+
+def test_what_is_long_is_cut_between_words() -> None:
+    assert line("one\ntwo") == "one two"
+    cut = line("word " * 100)
+    assert len(cut) <= MAX_TEXT
+    assert set(cut.split()) == {"word", "…"}
+    assert len(line("x" * 1000)) <= MAX_TEXT
 
 
 @pytest.mark.parametrize(
@@ -54,6 +86,9 @@ def test_what_is_wrong_is_said_when_it_is_read(source: str, said: str) -> None:
         ("gpus > 1", {"gpus": 2.0}, True),
         ("held_idle || cpu_cores < 0.1", {"held_idle": True, "cpu_cores": 3.0}, True),
         ("(cpu_cores - 1.0) / gpus > double(1)", {"cpu_cores": 5.0, "gpus": 2.0}, True),
+        ("2.0 * gpu_busy > 1.5", {"gpu_busy": 0.8}, True),
+        ("cpu_cores - gpu_busy < 1.5 * gpus", {"gpu_busy": 0.8, "cpu_cores": 2.0, "gpus": 1.0}, True),
+        ("(gpus > 1.0) == (cpu_cores < 3.0)", {"gpus": 2.0, "cpu_cores": 1.0}, True),
         ("gpus in [1.0, 8.0]", {"gpus": 8.0}, True),
         ("!" * 1000 + "held_idle", {"held_idle": True}, True),
     ],

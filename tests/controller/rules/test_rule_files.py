@@ -56,8 +56,13 @@ def test_what_a_rule_does_not_say_has_a_default() -> None:
         (LEAST + "  action: kill\n", 4, "'action' must be one of trace, none"),
         (LEAST + "  severity: bad\n", 4, "'severity' must be one of info, warning, critical"),
         (LEAST + "  window: 25\n", 4, "window is not made of"),
-        (LEAST + "  window:\n    seconds: 0\n", 5, "'seconds' must be a number of seconds above 0"),
-        (LEAST + "  window:\n    seconds: .nan\n", 5, "'seconds' must be a number"),
+        (
+            LEAST + "  window:\n    seconds: 0\n",
+            5,
+            "'seconds' must be above 0s and at most 1h, like 25, 25s or 2m; it is '0'",
+        ),
+        (LEAST + "  window:\n    seconds: .nan\n", 5, "'seconds' must be above 0s"),
+        (LEAST + "  window:\n    seconds: 2h\n", 5, "'seconds' must be above 0s and at most 1h"),
         (LEAST + "  window:\n    stacks: maybe\n", 5, "'stacks' must be true or false"),
         (LEAST + "  window:\n    depth: 3\n", 5, "window has no key 'depth'; there are seconds, stacks"),
         (LEAST + "  action: none\n  window: {seconds: 3}\n", 5, "with 'action: none'"),
@@ -66,6 +71,7 @@ def test_what_a_rule_does_not_say_has_a_default() -> None:
         ("- name: a\n  about: [b]\n  when: gpus > 1\n", 2, "'about' must be a single value"),
         ("- name: a\n  about: b\n  when: gpus >\n", 3, "'when' is no CEL expression: column 7"),
         ("- name: a\n  about: b\n  when: gpu_bsy > 1\n", 3, "did you mean 'gpu_busy'?"),
+        ("- name: a\n  about: b\n  when: throttled > 50\n", 3, "compares throttled with 50"),
         ("- name: a\n  about: b\n  when: gpus + 1.0\n", 3, "'when' cannot be evaluated"),
         ("- name: a\n  about: b\n  when: peers_gpu_busy > 1\n", 3, "is for rules with 'each: node'"),
         ("- name: a\n\tabout: b\n", 2, "is no YAML"),
@@ -91,6 +97,24 @@ def test_all_faults_are_told_and_good_rules_stay() -> None:
     assert [one.name for one in found.rules] == ["a", "idle"]
 
 
+@pytest.mark.parametrize(("given", "seconds"), [("25", 25), ("25s", 25), ("25m", 1500), ("12.5", 12.5)])
+def test_the_length_of_a_window_is_written_as_other_durations_or_in_seconds(
+    given: str, seconds: float
+) -> None:
+    found = parse((LEAST + f"  window: {{seconds: {given}}}\n").encode())
+    assert ([one.seconds for one in found.rules], found.faults) == ([seconds], [])
+
+
+@pytest.mark.parametrize("first_has_it", [True, False])
+def test_a_name_given_twice_is_told_whatever_else_is_wrong(first_has_it: bool) -> None:
+    rules = [LEAST, LEAST + "  for: 3w\n"]
+    found = parse("".join(reversed(rules) if first_has_it else rules).encode())
+    told = [fault.text for fault in found.faults]
+    assert any("'for' must be" in text for text in told)
+    assert any("there is a rule 'a' already, in line 1" in text for text in told)
+    assert len(told) == 2
+
+
 def test_there_are_not_too_many() -> None:
     text = "".join(f"- {{name: r{n}, about: b, when: gpus > 1}}\n" for n in range(102))
     found = parse(text.encode())
@@ -100,8 +124,9 @@ def test_there_are_not_too_many() -> None:
 def test_a_file_with_a_fault_gives_no_rules_and_one_line(tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text(LEAST + "  for: x\n  each: y\n")
-    with pytest.raises(ControllerError, match=r"rules\.yaml, line 4: .*and 1 more"):
+    with pytest.raises(ControllerError, match=r"rules\.yaml, line 4: .*and 1 more") as error:
         rule.load(file)
+    assert str(error.value).endswith(f"; expanse-controller rules check {file} tells all")
     with pytest.raises(ControllerError, match="cannot be read: No such file"):
         rule.load(tmp_path / "absent.yaml")
     file.write_text("[]")
