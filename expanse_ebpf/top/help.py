@@ -25,11 +25,10 @@ TEXT = """\
   CORES      CPUs kept busy         HISTORY  the same, over time
   IPC        instructions per cycle MISS     cache misses per reference
   SWITCH/S   context switches       WAIT     tasks waiting for a CPU
-  I/O        bytes read and written
+  I/O        bytes read and written STATE    traced: a deep trace is on
   GPU        GPUs held; ! sources disagree, ? some are not of this node
   GPU%       time its GPUs are busy SM%      time their SMs are active
   GPU MEM    of its processes       POWER    of GPUs that it holds alone
-  STATE      traced: a deep trace is open; Enter says more of it
   PYTHON     the line that was on a CPU most in the last 10 s, or,
              below half a core, where the program waits
   A dash: the figure is not known; 9* is not of all the job's GPUs.
