@@ -81,7 +81,7 @@ run: root install ## Watch a small training job of its own: agent, controller an
 	@exec $(BIN)/expanse-ebpf demo
 
 .PHONY: test
-test: lint build/promtool build/pprof ## Check the sources and run the tests, some in emulated machines (needs root; 35 min)
+test: lint build/promtool build/pprof ## Check the sources and run the tests, some in emulated machines (needs root; 45 min)
 	@$(BIN)/python -m pytest --ignore=tests/guests
 	exec $(BIN)/python -m pytest -v --durations=5 tests/guests
 
