@@ -680,10 +680,8 @@ static __always_inline void begin_timed(struct thread_row *row, const struct poi
 	pending->begin_ns = now;
 	pending->point = key;
 	pending->total = total;
-	if (point->name_arg != NO_ARGUMENT) {
-		pending->written = row->call.target;
-		pending->name = argument(row, point->name_arg);
-	}
+	pending->written = row->call.target;
+	pending->name = point->name_arg == NO_ARGUMENT ? 0 : argument(row, point->name_arg);
 	if (bpf_map_lookup_elem(&sites, &site))
 		return;
 	if (bpf_map_update_elem(&sites, &site, &one, BPF_NOEXIST) ||
