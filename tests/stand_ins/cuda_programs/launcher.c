@@ -155,10 +155,16 @@ static void fork_here(int next, unsigned long children)
 			_exit(exit_code);
 		}
 	}
+	/* Not in waitpid(): a signal just before that would be missed. */
+	bool handed_on = false;
 	for (unsigned long i = 0; i < children; i++)
-		while (waitpid(started[i], NULL, 0) < 0 && errno == EINTR)
-			for (unsigned long j = i; j < children; j++)
+		while (!waitpid(started[i], NULL, WNOHANG)) {
+			struct timespec moment = {0, 1000000};
+			for (unsigned long j = i; ended && !handed_on && j < children; j++)
 				kill(started[j], SIGTERM);
+			handed_on = ended;
+			nanosleep(&moment, NULL);
+		}
 }
 
 static void *run_thread(void *next)
