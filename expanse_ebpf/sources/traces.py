@@ -249,6 +249,7 @@ class TraceSource:
             start_ns=may_be.start_ns,
             stacks=request.stacks,
             cost_share=may_be.cost_share,
+            foreign_share=self._config.cost_share,  # whatever the one who asks lets their own job pay
             over_cost=self._config.over_cost,
             max_events=self._config.max_events,
             uid=uid,

@@ -239,6 +239,15 @@ def test_who_asks_sees_the_window_from_its_beginning_to_its_trace(make: Make) ->
     assert watch.replies() == []
 
 
+def test_who_asks_may_let_it_cost_their_own_job_more_and_no_other(make: Make) -> None:
+    node = make(tracing__cost_share=0.005)
+    watch = node.open(seconds=60, cost_share=0.5)
+    watch.stop()
+    trace = trace_of([reply.part for reply in node.follow(watch) if reply.HasField("part")])
+    settings = process.WindowSettings.loads(trace.status.reason)
+    assert (settings.cost_share, settings.foreign_share) == (0.5, 0.005)
+
+
 def test_a_window_ends_by_itself(make: Make) -> None:
     node = make()
     replies = node.follow(node.open(seconds=0.1))
