@@ -220,7 +220,11 @@ class Traced:
         self.records: list[Record] = []
         self.stacks = PythonStacks(lambda record: None, 0)
         configuration = Configuration(0, 0, 0, cpus.count())
-        self.calls = GpuCalls(self.records.append, self.stacks, configuration, by=by)
+        try:
+            self.calls = GpuCalls(self.records.append, self.stacks, configuration, by=by)
+        except UnavailableError:
+            self.stacks.close()
+            raise
         self.stacks.want(os.getpid())
         self.calls.window.counting = 1
 
