@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 # the names of kernels in traces.
 BUILD_PACKAGES := clang libbpf-dev libbpf1 python3-bpfcc
 # clang-format checks bpf/, the rest is called by tests; the browser opens flame graphs.
-TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static chromium-headless-shell libc6-dev musl-tools
+TEST_PACKAGES := clang-format bpftool iproute2 runc busybox-static chromium-headless-shell libc6-dev musl-tools openssl
 # tests/guests: the emulator, what makes disk images, a compiler for programs that run there.
 GUEST_PACKAGES := qemu-system-x86 qemu-system-arm cpio e2fsprogs debian-archive-keyring gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 
@@ -89,6 +89,10 @@ test: lint build/promtool build/pprof ## Check the sources and run the tests, so
 test-guests: install test-packages ## Run what needs other kernels and machines, on all of them (1 h)
 	@exec $(BIN)/python -m pytest -v --durations=20 tests/guests --matrix
 
+.PHONY: bench-quick
+bench-quick: root install ## Measure what watching costs two small jobs here, roughly (needs root; 8 min)
+	@exec $(BIN)/expanse-ebpf bench run bench/plans/quick.toml
+
 .PHONY: lint
 lint: install test-packages ## Check style, types and formatting
 	@$(BIN)/ruff check
@@ -115,7 +119,7 @@ lock: $(VENV)/.python ## Write requirements.txt anew from pyproject.toml
 	@rm -rf build/lock
 	$(BIN)/python -m venv build/lock
 	build/lock/bin/pip install -qq pip-tools
-	CUSTOM_COMPILE_COMMAND="make lock" build/lock/bin/pip-compile --quiet --upgrade --extra dev --generate-hashes \
+	CUSTOM_COMPILE_COMMAND="make lock" build/lock/bin/pip-compile --quiet --upgrade --extra bench --extra dev --generate-hashes \
 		--strip-extras --allow-unsafe --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
 		--output-file requirements.txt pyproject.toml
 

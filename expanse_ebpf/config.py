@@ -8,6 +8,7 @@ stand in tables named as in `TABLES`; the environment variable of `[agent] inter
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 import types
 import typing
@@ -147,6 +148,13 @@ class JobsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """The benchmark kit."""
+
+    send_url: str = ""  # where `bench send` sends results when its user agrees; empty: nowhere
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
@@ -158,6 +166,7 @@ class Config:
     gpu: GpuConfig = field(default_factory=GpuConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
 
 
 TABLES = {f.name: typing.cast(type[Any], f.default_factory) for f in fields(Config)}
@@ -252,6 +261,8 @@ def _checked(config: Config) -> Config:
     ):
         if address:
             split_address(address, name)
+    if config.bench.send_url:
+        check_url(config.bench.send_url, "bench.send_url")
     return config
 
 
@@ -261,6 +272,21 @@ def split_address(address: str, where: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{where}: {address!r} is not HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_url(url: str, where: str) -> None:
+    """Raises ConfigError that begins with `where` for all but an http(s):// URL without a user's name."""
+    from urllib.parse import urlsplit  # which the agent can do without
+
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0  # a port that is none raises ValueError
+    except ValueError:
+        has_host = False
+    if not has_host or parts.scheme not in ("https", "http") or not re.fullmatch("[!-~]+", url):
+        raise ConfigError(f"{where}: {url!r:.80} is not a URL that begins with https:// or http://")
+    if "@" in parts.netloc:
+        raise ConfigError(f"{where}: the URL has a user's name or a password in it; leave them out")
 
 
 def load(

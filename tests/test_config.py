@@ -65,6 +65,16 @@ def test_lists_and_switches(no_file: Path) -> None:
         ("[python]\nwaits_hz = -1", "python.waits_hz: -1 is not between 0 and 20"),
         ("[python]\nwaits_hz = 21", "not between 0 and 20"),
         ("[python]\njobs = '*'\nuser = 'ada'", "no such setting; [python] has rate_hz"),
+        ("[bench]\nsend_url = 'example.org'", "bench.send_url: 'example.org' is not a URL that begins with"),
+        ("[bench]\nsend_url = 'ftp://example.org/'", "bench.send_url: 'ftp://example.org/' is not a URL"),
+        ("[bench]\nsend_url = 'https://'", "is not a URL that begins with https:// or http://"),
+        ("[bench]\nsend_url = 'https://example.org:x/'", "is not a URL that begins with"),
+        ("[bench]\nsend_url = 'https://[/'", "is not a URL that begins with"),
+        ('[bench]\nsend_url = "https://example.org/a\\nb"', "is not a URL that begins with"),
+        (
+            "[bench]\nsend_url = 'https://ada:secret@example.org/'",
+            "bench.send_url: the URL has a user's name",
+        ),
         ("[agent", "not valid TOML"),
     ],
 )
@@ -106,6 +116,11 @@ def test_any_text_is_a_setting_or_a_config_error(overrides: dict[str, Any]) -> N
     except ConfigError as error:
         said = str(error)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("url", ["https://example.org/in?kind=1", "http://[::1]:8080", ""])
+def test_urls_to_which_results_can_be_sent(url: str, no_file: Path) -> None:
+    assert load(no_file, {"EXPANSE_BENCH_SEND_URL": url}).bench.send_url == url
 
 
 def test_addresses() -> None:

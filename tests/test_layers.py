@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "node_listener": set(),
     "node_socket": {"node_client", "node_listener", "node_streams", "visibility", "wire"},
     "own_cost": {"kernel", "sources", "wire"},
+    "bench": {"kernel", "jobs", "node_client", "node_streams", "top", "ship", "export", "wire"},
     "agent": {
         *("sources", "kernel", "jobs", "export", "ship"),
         *("node_socket", "node_streams", "own_cost", "wire"),

@@ -27,6 +27,7 @@ COMMANDS = {
     "trace": ("expanse_ebpf.cli.trace", "Trace every GPU call of a job for some seconds."),
     "traces": ("expanse_ebpf.cli.traces", "List and fetch the traces that a controller has."),
     "check": ("expanse_ebpf.cli.check", "Say what this node can and cannot do, and why."),
+    "bench": ("expanse_ebpf.cli.bench", "Measure what watching costs on this machine."),
     "demo": ("expanse_ebpf.cli.demo", "Agent, controller and a small training job, all at once."),
 }
 
