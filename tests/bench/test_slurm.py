@@ -230,8 +230,8 @@ PLAN = f"""
 name = "tiny"
 settle_s = 0.2
 [stopping]
-min_pairs = 3
-max_pairs = 3
+min_pairs = 5
+max_pairs = 5
 [workloads.nothing]
 kind = "command"
 command = ["{sys.executable}", "-c", "sum(range(10_000_000))"]
@@ -253,6 +253,6 @@ def test_the_real_kit_runs_in_it(job: Job) -> None:
         text=True,
         check=True,
     ).stdout
-    assert ", 3 pairs" in report
+    assert ", 5 pairs" in report
     assert set(report.splitlines()) <= set(job.said)
     assert job.active
