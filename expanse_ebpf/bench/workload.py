@@ -99,7 +99,7 @@ def seconds(workload: Workload, output: str, wall_s: float) -> float:
     # The last match: a program that reports again and again has its whole time in the last line.
     found = [match[1] for match in re.finditer(pattern, output, re.MULTILINE)]
     if not found:
-        raise ValueError(f"nothing in its output matches {clean(pattern)!r}")
+        raise ValueError(f"nothing in its output matches '{clean(pattern)}'")
     try:
         value = float(found[-1])
     except (TypeError, ValueError):
