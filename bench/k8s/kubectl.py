@@ -73,7 +73,7 @@ class Kubectl:
         """An object; None when there is none of that name. `namespace` "" for what is in none."""
         where = ["-n", namespace] if namespace else []
         try:
-            found: Object = json.loads(self.call("get", kind, name, *where, "-o", "json"))
+            found = self._object("get", kind, name, *where)
         except KubectlError as error:
             if error.reason == "NotFound":
                 return None
@@ -89,7 +89,19 @@ class Kubectl:
             options += ["-l", labels]
         if fields:
             options += ["--field-selector", ",".join(f"{name}={value}" for name, value in fields.items())]
-        found: list[Object] = json.loads(self.call("get", kind, *options, "-o", "json"))["items"]
+        found = self._object("get", kind, *options).get("items")
+        if not isinstance(found, list):
+            raise KubectlError(f"kubectl get {kind}: no list in its answer")
+        return found
+
+    def _object(self, *arguments: str) -> Object:
+        """The JSON object that a call answers; raises KubectlError for anything else."""
+        try:
+            found = json.loads(self.call(*arguments, "-o", "json"))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise KubectlError(f"kubectl {' '.join(arguments[:2])}: no JSON object in its answer")
         return found
 
     def create(self, thing: Object) -> None:

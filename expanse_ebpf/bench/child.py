@@ -14,12 +14,12 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _MOST_OUTPUT = 1 << 20
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until this is over."""
+    """Ctrl-C, SIGTERM and SIGHUP wait until this is over."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return

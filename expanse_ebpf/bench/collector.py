@@ -193,8 +193,12 @@ class Collector:
             seen.samples = self._samples(job)
             if self._closely:
                 seen.bpf_s_per_s = store.run_time(
-                    self._programs, store.programs(store.newest(self._address, self._job).collector)
+                    self._programs,
+                    store.programs(store.newest(self._address, self._job).collector),
+                    (job.ended_ns - job.started_ns) / 1e9,
                 )
+                if not self._ages:
+                    seen.missing["samples.age_median_s"] = "the run was over before anybody looked"
                 if seen.bpf_s_per_s is None:
                     seen.missing["bpf_s_per_s"] = "the kernel has measured no BPF program"
             else:
@@ -253,7 +257,10 @@ class Collector:
             most = [n for n in self._probes if n is not None]
             most += [store.points(self._address, status.id, self._job) for status in opened]
             seen.windows = Windows(len(opened), traced_s, max(most))
-        if self._arm.kind != "traces_idle" and not opened:
+        if self._arm.kind == "traces_idle":
+            if opened or any(self._probes):
+                seen.failed = "probes were attached, or a window was open, though nobody asked for one"
+        elif not opened:
             reasons = [status.reason for status in found if status.reason]
             refused = self._request.refusal if self._request is not None else ""
             why = refused or (reasons[-1] if reasons else "the run was over before there could be one")

@@ -13,6 +13,7 @@ from expanse_ebpf.bench.results import Machine, Results, Run, Usage
 from expanse_ebpf.bench.statistics import Comparison
 
 MEASURED_ALONE: Final = 0.02  # of the CPUs' time may go elsewhere before the report warns
+ENOUGH_PAIRS: Final = 8  # for a comparison to be relied on
 _SAME = ("host", "kernel", "cpu", "cpus", "memory_bytes", "driver", "python", "expanse")
 
 
@@ -138,6 +139,10 @@ def warnings(results: Results) -> list[str]:
     governors = {each.governor for each in machines if each.governor not in (None, "performance")}
     if governors:
         lines.append(f"the frequency governor is {', '.join(sorted(map(str, governors)))}, not performance")
+    done = [names for names in results.cells() if (end := results.end(*names)) and end.reason != "failed"]
+    few = sum(len(results.pairs(*names)) < ENOUGH_PAIRS for names in done)
+    if few:
+        lines.append(f"{few} of {len(done)} comparisons have fewer than {ENOUGH_PAIRS} pairs: a first look")
     runs = [run for run in results.runs if run.pair]
     steals = [_finite(run.state.steal_share) for run in runs]
     lines += _busy("the hypervisor took", steals)

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from expanse_ebpf.errors import ConfigError
+from expanse_ebpf.errors import ConfigError, UnavailableError
 
 FILE, PLAN = "runs.jsonl", "plan.toml"
 _MOST_LINE = 1 << 20
+_LARGEST = 1 << 63
 
 Role = Literal["off", "arm", "warm_up"]
 OFF: Final = "off"
@@ -154,7 +155,10 @@ def line(record: Record) -> str:
 
 def parse(text: str) -> Record:
     """One line's record; raises ValueError that says what is wrong with it."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict) or value.get("kind") not in _KINDS:
         raise ValueError("no record of a kind that is known")
     return typing.cast(Record, _built(_KINDS[value.pop("kind")], value))
@@ -193,12 +197,21 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     elif origin is dict:
         fits = isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     elif kind is float:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
     else:
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        fits = fits and (kind is not int or abs(value) < _LARGEST)
     if not fits:
         raise ValueError(f"{name}: {value!r} is not valid")
     return value
+
+
+def create(path: Path) -> int:
+    """A descriptor of a file to be written, made if need be; raises OSError.
+
+    A bench runs as root, its folder may be somebody's: what lies there as a link is not followed.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 class Results:
@@ -231,8 +244,15 @@ class Results:
         return results
 
     def add(self, record: Record) -> None:
-        """Append to the file, and have it on the disk."""
-        with open(self.folder / FILE, "r+b" if (self.folder / FILE).exists() else "xb") as file:
+        """Append to the file, and have it on the disk; raises UnavailableError."""
+        try:
+            self._append(record)
+        except OSError as error:
+            raise UnavailableError(f"{self.folder / FILE}: {error.strerror}") from None
+        self.records.append(record)
+
+    def _append(self, record: Record) -> None:
+        with os.fdopen(create(self.folder / FILE), "r+b") as file:
             whole = file.seek(0, os.SEEK_END)
             if whole and self._tail(whole):
                 file.truncate(whole - self._tail(whole))
@@ -240,7 +260,6 @@ class Results:
             file.write(line(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self.records.append(record)
 
     def _tail(self, size: int) -> int:
         """Bytes after the last line's end: what was being written when the machine stopped."""
@@ -274,6 +293,6 @@ class Results:
         return [(pair["off"], pair["arm"]) for pair in latest.values() if pair.keys() == {"off", "arm"}]
 
     def end(self, workload: str, arm: str) -> End | None:
-        """Why no more pairs were run; None: the bench was ended before."""
-        found = [r for r in self.records if isinstance(r, End) and (r.workload, r.arm) == (workload, arm)]
-        return found[-1] if found else None
+        """Why no more pairs were run; None: the bench was ended before, or has gone on since."""
+        of = [r for r in self.records if isinstance(r, (Run, End)) and (r.workload, r.arm) == (workload, arm)]
+        return of[-1] if of and isinstance(of[-1], End) else None

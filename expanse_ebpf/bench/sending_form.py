@@ -33,7 +33,8 @@ _FAILURES = {
     "exit": re.compile("exit$|exit code"),
     "signal": re.compile("signal$|ended by"),
     "arm": re.compile(
-        "arm$|the store gives|no window was|.{1,256} (ended before the job|did not end within)"
+        "arm$|the store gives|nothing was traced|probes were attached"
+        "|.{1,256} (ended before the job|did not end within|failed: )"
     ),
 }
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from expanse_ebpf.bench import machine, plan, run, schedule, statistics
 from expanse_ebpf.bench.plan import Plan
-from expanse_ebpf.bench.results import FILE, OFF, PLAN, End, Machine, Results, Role, Run, Session
+from expanse_ebpf.bench.results import FILE, OFF, PLAN, End, Machine, Results, Role, Run, Session, create
 from expanse_ebpf.bench.schedule import Cell
-from expanse_ebpf.errors import ConfigError, UnavailableError
+from expanse_ebpf.errors import ConfigError, ExpanseError
 
 _ATTEMPTS = 3  # of one pair, before its arm is given up
 
@@ -60,7 +60,7 @@ class Bench:
                 try:
                     self._warm_up(cell)
                     self._pair(cell)
-                except (GaveUpError, UnavailableError) as error:
+                except (GaveUpError, ExpanseError) as error:
                     self._end(End(*cell.names, "failed", str(error)))
                     self._progress.says(f"{cell}: given up: {error}")
 
@@ -188,8 +188,7 @@ def opened(
     Raises ConfigError where there is one already and `resume` is not asked for, where the plan is another one
     than before, or the seed, or the machine; and what `run.check` raises.
     """
-    text = _read(path)
-    comparisons = plan.load(path)
+    comparisons, text = plan.load(path), _read(path)
     run.check(comparisons)
     results = _folder(folder, text, resume)
     with _alone(folder):
@@ -229,7 +228,9 @@ def _folder(folder: Path, text: str, resume: bool) -> Results:
         raise ConfigError(f"{folder}: there is no bench to resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLAN).write_text(text, encoding="utf-8")
+        with os.fdopen(create(folder / PLAN), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
     except OSError as error:
         raise ConfigError(f"{folder}: {os.strerror(error.errno or 0)}") from None
     return Results(folder)

@@ -82,16 +82,22 @@ def arrived(
 
 
 def programs(collector: Any) -> dict[str, tuple[int, int]]:
-    """(run time, time in which that was measured) in ns of each BPF program, of a CollectorSample."""
+    """(run time, time in which it was measured) in ns of each BPF program, of a CollectorSample."""
     return {program.name: (program.run_ns, program.measured_ns) for program in collector.programs}
 
 
-def run_time(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> float | None:
-    """Seconds per second in BPF programs between two looks; None when nothing was measured."""
+def run_time(
+    before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]], job_s: float
+) -> float | None:
+    """Seconds in BPF programs for each second of a job that ran between two looks; None: not measured.
+
+    The looks are a report's interval from the job's begin and end. What programs do meanwhile, on a machine
+    at rest, counts as the job's, which is little; to divide by the time between the looks would hide much.
+    """
     total, known = 0.0, False
     for name, (run_ns, measured_ns) in after.items():
         run_before, measured_before = before.get(name, (0, 0))
         if measured_ns > measured_before:
             known = True
-            total += (run_ns - run_before) / (measured_ns - measured_before)
+            total += (run_ns - run_before) / 1e9 / job_s
     return total if known else None

@@ -82,8 +82,10 @@ def run(
     if resume and output is None:
         raise ConfigError("--resume needs -o DIR, where the bench is")
     folder = output or Path(f"expanse-bench-{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    # A service manager's way to end it is no other than Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A service manager's way to end it, and a terminal's that goes away, are no other than Ctrl-C.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     progress = Bar() if sys.stderr.isatty() else Lines()
     with opened(plan, folder, resume=resume, seed=seed, max_pairs=max_pairs, progress=progress) as bench:
         progress.says(f"results go to {folder}")

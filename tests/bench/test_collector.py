@@ -114,11 +114,11 @@ def test_samples_are_counted_against_those_that_were_due(
     assert (due, received, gap_s and round(gap_s, 6)) == expected
 
 
-def test_run_time_is_that_between_two_looks() -> None:
+def test_run_time_is_that_between_two_looks_for_each_second_of_the_job() -> None:
     before = {"a": (5 * S, 100 * S), "b": (0, 100 * S)}
     after = {"a": (6 * S, 110 * S), "b": (2 * S, 104 * S), "new": (S, 10 * S), "off": (7, 0)}
-    assert store.run_time(before, after) == pytest.approx(0.1 + 0.5 + 0.1)
-    assert store.run_time(before, before) is None
+    assert store.run_time(before, after, job_s=8.0) == pytest.approx((1 + 2 + 1) / 8)
+    assert store.run_time(before, before, job_s=8.0) is None
 
 
 def test_settings_that_the_agent_does_not_know_are_refused_before_it_starts(tmp_path: Path) -> None:

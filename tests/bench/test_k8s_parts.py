@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.k8s import collectors, job, saved
-from bench.k8s.kubectl import BenchError
+from bench.k8s import collectors, job, run, saved
+from bench.k8s.kubectl import BenchError, Kubectl
 
 
 def test_a_damaged_save_is_refused(tmp_path: Path) -> None:
@@ -21,6 +21,25 @@ def test_a_damaged_save_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BenchError, match=r"x\.yaml is no save"):
             saved.read(path)
     assert saved.pending(tmp_path, "any") == [path]  # it may be somebody's only copy
+
+
+@pytest.mark.parametrize("answer", ["hint: a newer kubectl is there", "", "[]", '{"items": 1}', "{}"])
+def test_collectors_are_put_back_however_odd_the_answer_about_the_job_is(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
+    kubectl.chmod(0o755)
+    thing = {"kind": "DaemonSet", "metadata": {"namespace": "watch", "name": "one"}, "spec": {}}
+    save = saved.Save(tmp_path / "save.yaml", "run", "cluster", "node", "default", (thing,))
+    save.write()
+    back: list[object] = []
+    monkeypatch.setattr(run, "deafen", lambda: None)
+    monkeypatch.setattr(collectors, "reinstall", lambda kubectl, thing, patience_s: back.append(thing) or "")
+    assert run.put_back(Kubectl([str(kubectl)]), save, patience_s=0.1)
+    assert back == [thing]
+    said = capsys.readouterr()
+    assert "the run's job could not be removed" in said.out + said.err
 
 
 def packed(*names: str) -> str:

@@ -149,6 +149,15 @@ def test_an_arm_that_never_ran_well_is_in_the_report() -> None:
             [machine(cpus=4), run("w", "a", "off", 1, 9.0, state=state(other_cores=0.1))],
             "other programs used more than 2 % of the CPUs in 1 of 1 runs, up to 2.5 %",
         ),
+        (
+            [
+                machine(),
+                run("w", "a", "off", 1, 9.0),
+                run("w", "a", "arm", 1, 9.0),
+                End("w", "a", "max_pairs"),
+            ],
+            "1 of 1 comparisons have fewer than 8 pairs: a first look",
+        ),
     ],
 )
 def test_a_machine_that_was_not_as_it_should_be_is_warned_of(records: list[Record], warning: str) -> None:

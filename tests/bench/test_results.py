@@ -26,7 +26,7 @@ from expanse_ebpf.bench.results import (
     line,
     parse,
 )
-from expanse_ebpf.errors import ConfigError
+from expanse_ebpf.errors import ConfigError, UnavailableError
 
 STATE = State(0.5, None, 60.5, None, 0.0, 0.1)
 RUN = Run(
@@ -57,6 +57,8 @@ def test_a_record_is_read_as_it_was_written(record: Record) -> None:
         ({"kind": "walk"}, "no record of a kind"),
         ({"seconds": "ten"}, "seconds: 'ten' is not valid"),
         ({"seconds": True}, "seconds: True"),
+        ({"seconds": 10**400}, "seconds: 10"),
+        ({"job_memory_peak_bytes": 10**400}, "job_memory_peak_bytes: 10"),
         ({"pair": 1.5}, "pair: 1.5"),
         ({"pair": True}, "pair: True"),
         ({"role": "leg"}, "role: 'leg'"),
@@ -155,3 +157,26 @@ def test_pairs_are_of_one_attempt_and_complete(
     assert [(off.attempt, arm.attempt) for off, arm in found] == pairs
     assert all((off.role, arm.role) == ("off", "arm") for off, arm in found)
     assert results.pairs("loop", "far") == []
+
+
+def test_json_that_is_nested_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse('{"kind": "run", "pair": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+def test_an_end_is_one_only_until_the_bench_goes_on(tmp_path: Path) -> None:
+    end = End("loop", "near", "max_pairs")
+    assert written(tmp_path, run("off", 1), end).end("loop", "near") == end
+    assert written(tmp_path, run("off", 2)).end("loop", "near") is None
+    again = Results.read(tmp_path)
+    assert again.end("loop", "near") is None
+    again.add(end)
+    assert again.end("loop", "near") == end
+
+
+def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("mine\n")
+    (tmp_path / FILE).symlink_to(tmp_path / "other")
+    with pytest.raises(UnavailableError, match=FILE):
+        Results(tmp_path).add(MACHINE)
+    assert (tmp_path / "other").read_text() == "mine\n"

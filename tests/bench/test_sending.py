@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expanse_ebpf.bench import machine, sending, sending_form
@@ -174,6 +174,8 @@ def test_a_model_s_name_is_bounded() -> None:
         ("exit code 1: /home/bob/train.py failed", "exit"),
         ("ended by SIGKILL: bob", "signal"),
         ("py-spy ended before the job: exit code 1", "arm"),
+        ("py-spy failed: it ended by SIGSEGV", "arm"),
+        ("nothing was traced: bob's job had no GPU", "arm"),
         ("bob's disk is full", "other"),
     ],
 )
@@ -224,7 +226,8 @@ def test_no_string_of_the_records_is_in_what_is_sent(
     plain += " ".join((*sending_form.WORKLOADS, *sending_form.ARMS, "exit limit signal"))
     for hostile in (text, workload, arm):
         # Nor are white space and lone marks, which stand between words and figures, and figures themselves.
-        assume(hostile not in plain and re.search("[A-Za-z]{3}|[.:/@].*[.:/@].*[.:/@]", hostile))
+        if hostile in plain or not re.search("[A-Za-z]{3}|[.:/@].*[.:/@].*[.:/@]", hostile):
+            continue
         assert hostile not in body
         assert json.dumps(hostile)[1:-1] not in body
     assert sending.checked(body.encode()) == body.encode()

@@ -295,3 +295,24 @@ def test_the_outlook_narrows_to_nothing(stage: Stage) -> None:
     assert shares[-1] > 0.7
     assert list(shares) == sorted(shares)
     assert "(pair 8)" in last[0]
+
+
+def test_a_link_where_the_plan_goes_is_not_followed(stage: Stage) -> None:
+    other = stage.plan.with_name("other")
+    other.write_text("mine")
+    stage.folder.mkdir()
+    (stage.folder / "plan.toml").symlink_to(other)
+    with pytest.raises(ConfigError, match="symbolic link"):
+        stage.go()
+    assert other.read_text() == "mine"
+
+
+def test_an_arm_that_cannot_be_made_ready_is_given_up_alone(stage: Stage) -> None:
+    def seconds(run: Run) -> float:
+        if run.arm == "far" and run.watched:
+            raise ConfigError("cpu.counters: no such counter")
+        return 10.0
+
+    stage.seconds = seconds
+    results = stage.go()
+    assert ends(results) == {cell: "failed" if cell[1] == "far" else "agreed" for cell in CELLS}

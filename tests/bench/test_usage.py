@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,9 +130,9 @@ def test_memory_is_no_disk() -> None:
 def test_a_name_with_brackets_and_spaces_misleads_nobody() -> None:
     stat = f"7 (a) R 1 2 (b) c) S 5 7 7 0 -1 4194560 9 8 7 6 100 {20} 3 4 20 0 1 0 99"
     assert usage.parent_of_stat(stat) == 5
-    assert usage.cpu_of_stat(stat) == (100 + 20 + 3 + 4) / os.sysconf("SC_CLK_TCK")
+    assert usage.cpu_of_children(stat) == (3 + 4) / os.sysconf("SC_CLK_TCK")
     assert usage.parent_of_stat("") is None
-    assert usage.cpu_of_stat("") == 0
+    assert usage.cpu_of_children("") == 0
 
 
 def test_a_number_is_that_of_its_line() -> None:
@@ -177,3 +178,11 @@ def test_a_process_without_connections_has_sent_nothing_and_one_that_has_gone_ne
     program.process.kill()
     program.process.wait()
     assert descriptors.sent_bytes([program.pid]) == {}
+
+
+def test_cpu_time_is_told_to_less_than_a_tick() -> None:
+    before = [(usage.cpu_of_clock(os.getpid()), time.process_time()) for _ in range(50)]
+    assert len({told for told, _ in before}) == 50
+    assert all(told <= own for told, own in before)
+    assert before == sorted(before)
+    assert usage.cpu_of_clock(2**22 + 1) == 0

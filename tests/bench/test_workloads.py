@@ -128,7 +128,7 @@ def test_the_rate_decides_how_much_is_computed_between_launches() -> None:
         seconds(ran("launches", "--steps", "300", "--rate-hz", rate, "--library", library))
         for rate in ("500", "100000")
     )
-    assert slow > fast
+    assert slow > 5 * fast  # by what is asked for, 200 times
 
 
 # ---- with PyTorch

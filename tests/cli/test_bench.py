@@ -91,7 +91,10 @@ def test_nothing_in_what_would_be_sent_tells_whose_it_is(folder: Path) -> None:
     assert [name for name in {*own_names(), SECRET, "customer"} if name in body] == []
 
 
-def test_ctrl_c_keeps_what_is_done_and_leaves_nothing_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "a terminal that goes"])
+def test_an_early_end_keeps_what_is_done_and_leaves_nothing_running(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     (tmp_path / "plan.toml").write_text(PLAN)
     command = [*ME, "run", str(tmp_path / "plan.toml"), "-o", str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -99,12 +102,14 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_nothing_running(tmp_path: Path) ->
         for line in process.stderr:
             if "(pair 2)" in line:
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert re.search(r"\b[2-8] in pairs that count", output)
     assert "--resume" in errors
     assert collectors() == []
+    assert not list(Path("/sys/fs/cgroup").glob("*/expanse-run-bench-*"))
+    assert "ended early" not in bench("report", tmp_path / "out").stderr
     assert 4 <= len([run for run in Results.read(tmp_path / "out").runs if isinstance(run, Run)]) < 13
     bench("run", tmp_path / "plan.toml", "-o", tmp_path / "out", "--resume")
     assert len(Results.read(tmp_path / "out").pairs(SECRET, "near")) == 5

@@ -1,6 +1,6 @@
 """A CUDA program that launches kernels, small ones and many, by ctypes and the driver API.
 
-Between launches it computes, by as much as makes the wanted rate on a CPU that takes 25 ns for a step of
+Between launches it computes, by as much as makes the wanted rate on a CPU that takes 15 ns for a step of
 Python and 3 µs for a launch: the work is always the same, and the rate is what comes of it. After every 100
 launches it waits for the GPU. The last line is `seconds S`: what all launches but the first 100 took; those
 are beyond --steps.
@@ -17,8 +17,8 @@ from typing import Any
 
 SECONDS = 5  # without --steps, about
 TOGETHER = 100  # launches, between two waits
-STEP_NS, LAUNCH_NS = 25, 3000  # on a CPU of 2020
-BLOCKS, THREADS = 1, 32
+STEP_NS, LAUNCH_NS = 15, 3000  # on a CPU of 2020
+BLOCKS, THREADS = 1, 1
 
 # Adds one to a word of memory.
 PTX = b"""

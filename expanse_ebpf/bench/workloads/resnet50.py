@@ -15,15 +15,12 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 SEED = 0
 SIDE, CROP, CLASSES = 320, 224, 10  # Imagenette's
 MADE_UP = 256  # images
-STEPS = {"cpu": 6, "cuda": 1000}  # some 10 s on 2 CPUs, a minute on a GPU
+STEPS = {"cpu": 6, "cuda": 1000}  # some 5 s on 2 CPUs, a minute on a GPU
 BATCH = {"cpu": 4, "cuda": 64}
 MOST_WORKERS = 16
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, by colour
