@@ -237,7 +237,8 @@ def test_shares_are_those_that_the_program_measured(interp: Interp, recording: R
         assert stack.python == f"3.{interp.minor}{'t' if interp.free_threaded else ''}"
         first = programs.line(programs.SHARES, f"def {name}(")
         assert stack.frames[0].first_line == first
-        assert stack.frames[0].line in (first + 1, first + 2)
+        # The instruction with which a call begins has the line of the `def` itself.
+        assert stack.frames[0].line in (first, first + 1, first + 2)
         assert stack.frames[0].file == "<string>"
     for name, share in measured.items():
         points = 0.03
